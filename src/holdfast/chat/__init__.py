@@ -1,0 +1,1 @@
+"""Messages to tokens and back. Pure: no HTTP, no tensors."""

@@ -1,0 +1,120 @@
+"""The model's own tokenizer, from tokenizer.json or from a GGUF vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from holdfast.errors import ModelError
+from holdfast.models import GGUFSource, ModelSource
+
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched before any merging
+
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back. `bos_token` and `eos_token` are what chat templates may mention."""
+
+    inner: RustTokenizer
+    eos_token_ids: frozenset[int]
+    bos_token: str = ""
+    eos_token: str = ""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; control tokens that are spelled out become real ones. Adds nothing."""
+        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    if isinstance(source, GGUFSource):
+        return _from_gguf(source)
+    path = source.path / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{source.path} has no tokenizer.json; text needs one, token ids do not")
+    config = source.read_json("tokenizer_config.json") or {}
+    try:
+        inner = RustTokenizer.from_file(str(path))
+    except Exception as exc:  # noqa: BLE001 - the Rust side raises bare Exception
+        raise ModelError(f"{path} is not a readable tokenizer: {exc}") from exc
+    return Tokenizer(
+        inner,
+        frozenset(_eos_ids(source.read_json("generation_config.json"), source.read_json("config.json"))),
+        _token_text(config.get("bos_token")),
+        _token_text(config.get("eos_token")),
+    )
+
+
+def _eos_ids(*configs: dict[str, Any] | None) -> list[int]:
+    """The first config that names end tokens decides; one id or a list of them."""
+    for config in configs:
+        ids = (config or {}).get("eos_token_id")
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def _token_text(token: str | dict[str, Any] | None) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else token or ""
+
+
+def _from_gguf(source: GGUFSource) -> Tokenizer:
+    file = source.file
+    kind = file.value("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelError(
+            f"{source.path}: GGUF tokenizer {kind!r} is not supported for text; known: gpt2 (byte-level BPE)"
+        )
+    tokens: list[str] = file.value("tokenizer.ggml.tokens")
+    kinds: list[int] = file.value("tokenizer.ggml.token_type") or [1] * len(tokens)
+    merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges")]
+    inner = RustTokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=True)
+    )
+    inner.pre_tokenizer = _pre_tokenizer(source, file.value("tokenizer.ggml.pre", "default"))
+    inner.decoder = decoders.ByteLevel()
+    for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
+        inner.add_tokens(
+            [
+                AddedToken(token, normalized=False, special=special)
+                for token, kind in zip(tokens, kinds, strict=True)
+                if kind == wanted
+            ]
+        )
+    eos = file.value("tokenizer.ggml.eos_token_id")
+    bos = file.value("tokenizer.ggml.bos_token_id")
+    return Tokenizer(
+        inner,
+        frozenset() if eos is None else frozenset({int(eos)}),
+        "" if bos is None else tokens[bos],
+        "" if eos is None else tokens[eos],
+    )
+
+
+def _pre_tokenizer(source: GGUFSource, name: str) -> Any:
+    """How text is split before merging, by llama.cpp's name for it."""
+
+    def split(pattern: str) -> Any:
+        return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    known: dict[str, list[Any]] = {
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), words],
+        "gpt-2": [words],
+        "default": [words],
+        "qwen2": [split(_QWEN2_SPLIT), bytes_only],
+        "llama-bpe": [split(_LLAMA3_SPLIT), bytes_only],
+    }
+    if name not in known:
+        raise ModelError(f"{source.path}: pre-tokenizer {name!r} is not supported; known: {', '.join(known)}")
+    return pre_tokenizers.Sequence(known[name])

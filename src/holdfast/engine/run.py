@@ -1,0 +1,114 @@
+"""One operation in progress on a sequence: computing what was appended, or generating."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast.engine.sampling import Sampled, SamplingParams
+from holdfast.engine.sequence import Sequence
+from holdfast.errors import HoldfastError
+
+
+class StopReason(StrEnum):
+    MAX_TOKENS = "max_tokens"
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """Positions `first` up to, not including, `end` can no longer be seen by the model."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The end of a run. `stop_reason` is None where nothing was to be sampled."""
+
+    stop_reason: StopReason | None
+    num_generated: int
+    history_length: int
+    num_dropped: int
+    prefill_tokens: int
+    prefill_duration_s: float
+    total_duration_s: float
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: HoldfastError
+
+
+Event = Sampled | Truncated | Done
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """`params` None: only compute, up to the last token, which stays pending."""
+
+    sequence: Sequence
+    emit: Callable[[Event | Failed], None]
+    params: SamplingParams | None = None
+    sampled: list[int] = field(default_factory=list)
+    prefill_tokens: int = 0
+    prefill_duration_s: float = 0.0
+    is_cancelled: bool = False
+    started_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def num_to_compute(self) -> int:
+        """How many tokens this run still has to forward before it can sample or end."""
+        return self.sequence.num_uncomputed - (self.params is None)
+
+    @property
+    def is_decoding(self) -> bool:
+        return bool(self.sampled) or (self.params is not None and self.num_to_compute == 1)
+
+    def report_dropped(self) -> None:
+        """Tell what has left the window since the caller was last told."""
+        if dropped := self.sequence.newly_dropped():
+            self.sequence.mark_reported()
+            self.emit(Truncated(dropped.start, dropped.stop))
+
+    def take(self, outcome: Sampled) -> StopReason | None:
+        """Commit a sampled token to the history; says whether the run ends with it.
+
+        What left the window is told before the first token, and again where leaving begins in mid-call.
+        """
+        assert self.params is not None
+        if not self.sampled:
+            self.report_dropped()
+        self.sampled.append(outcome.token)
+        self.sequence.append([outcome.token])
+        self.emit(outcome)
+        if self.sequence.reported_dropped == self.sequence.slab.window.sink:
+            self.report_dropped()
+        if outcome.token in self.params.eos_token_ids:
+            return StopReason.EOS
+        if outcome.token in self.params.stop_token_ids:
+            return StopReason.STOP_TOKEN
+        if len(self.sampled) >= self.params.max_tokens:
+            return StopReason.MAX_TOKENS
+        return None
+
+    def cancelled(self) -> Done:
+        return self.done(StopReason.CANCELLED if self.params else None)
+
+    def done(self, reason: StopReason | None) -> Done:
+        sequence = self.sequence
+        length = len(sequence.tokens)
+        return Done(
+            stop_reason=reason,
+            num_generated=len(self.sampled),
+            history_length=length,
+            num_dropped=len(sequence.slab.window.dropped(length)),
+            prefill_tokens=self.prefill_tokens,
+            prefill_duration_s=self.prefill_duration_s,
+            total_duration_s=time.perf_counter() - self.started_at,
+            seed=self.params.seed if self.params else None,
+        )

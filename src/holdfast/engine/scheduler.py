@@ -1,0 +1,64 @@
+"""Whose tokens go into the next step. Pure Python: no tensors, no threads, no clock."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.engine.run import Run
+
+
+class Work(NamedTuple):
+    """`num_tokens` of a run's uncomputed tokens go into one forward."""
+
+    run: Run
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: the decoding rows, then one prefill chunk that may hold pieces of several prompts."""
+
+    decode: list[Work]
+    prefill: list[Work]
+
+
+class Scheduler:
+    """Every decoding run moves one token a step; prompts share a chunk, taking turns at its front."""
+
+    def __init__(self, *, prefill_chunk: int, max_batch: int) -> None:
+        self._prefill_chunk = prefill_chunk
+        self._max_batch = max_batch
+        self._runs: deque[Run] = deque()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def runs(self) -> list[Run]:
+        return list(self._runs)
+
+    def add(self, run: Run) -> None:
+        self._runs.append(run)
+
+    def remove(self, run: Run) -> None:
+        self._runs.remove(run)
+
+    def plan(self) -> Plan:
+        decoding = [run for run in self._runs if run.is_decoding][: self._max_batch]
+        prefilling: list[Work] = []
+        budget = self._prefill_chunk
+        for run in [run for run in self._runs if not run.is_decoding]:
+            num = min(budget, run.num_to_compute)
+            if num > 0:
+                prefilling.append(Work(run, num))
+                budget -= num
+        self._rotate(decoding + [work.run for work in prefilling])
+        return Plan([Work(run, 1) for run in decoding], prefilling)
+
+    def _rotate(self, served: list[Run]) -> None:
+        """Those who were served go to the back, so that nobody waits for ever."""
+        if len(served) == len(self._runs):
+            return
+        for run in served:
+            self._runs.remove(run)
+            self._runs.append(run)

@@ -1,0 +1,154 @@
+"""Where a position lives in a slab, and how far back a slab can go. Pure integers: no tensors.
+
+A slab has `capacity` cells. The first `sink` positions have a cell each, for ever; later ones
+share the remaining `ring` cells in turn. Nothing else describes the layout.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from holdfast.engine.window import Window
+from holdfast.errors import CapacityExhausted, InvalidArgument, RewindTooFar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabShape:
+    """The cells that every slab of a pool has."""
+
+    recent: int = 2048
+    max_pin: int = 512
+    prefill_chunk: int = 256
+    draft_length: int = 0
+    rewind_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, least in (("recent", 1), ("max_pin", 0), ("prefill_chunk", 1), ("draft_length", 0)):
+            if getattr(self, name) < least:
+                raise InvalidArgument(f"{name} must be {least} or more, got {getattr(self, name)}")
+        if self.rewind_tokens < 0:
+            raise InvalidArgument(f"rewind_tokens must be 0 or more, got {self.rewind_tokens}")
+
+    @property
+    def slack(self) -> int:
+        return max(self.prefill_chunk, self.draft_length + 1) + self.rewind_tokens
+
+    @property
+    def capacity(self) -> int:
+        return self.max_pin + self.recent + self.slack
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slab:
+    """The bookkeeping of one slab: which positions its cells hold. Mutable, owned by one thread."""
+
+    slot: int
+    window: Window
+    capacity: int
+    length: int = 0
+    high: int = 0  # one past the highest position ever written; never falls while history stands
+
+    @property
+    def ring(self) -> int:
+        return self.capacity - self.window.sink
+
+    @property
+    def max_write(self) -> int:
+        """How many tokens one forward may write without destroying what its first query sees."""
+        return self.ring - self.window.recent + 1
+
+    def cell(self, position: int) -> int:
+        sink = self.window.sink
+        return position if position < sink else sink + (position - sink) % self.ring
+
+    def runs(self, positions: range) -> Iterator[range]:
+        """The cells of consecutive `positions`, as runs of consecutive cells, in order."""
+        first = positions.start
+        while first < positions.stop:
+            cell = self.cell(first)
+            end = self.window.sink if cell < self.window.sink else self.capacity
+            num = min(positions.stop - first, end - cell)
+            yield range(cell, cell + num)
+            first += num
+
+    def begin_write(self, num_tokens: int) -> None:
+        """Declare the cells that a forward is about to overwrite; call before it touches memory."""
+        if not 1 <= num_tokens <= self.max_write:
+            raise InvalidArgument(f"a forward may write 1 to {self.max_write} tokens, got {num_tokens}")
+        self.high = max(self.high, self.length + num_tokens)
+
+    def end_write(self, num_tokens: int) -> None:
+        self.length += num_tokens
+
+    @property
+    def lowest_intact(self) -> int:
+        """The first ring position whose cell still holds it (sink positions always do)."""
+        return max(self.window.sink, self.high - self.ring)
+
+    def can_rewind(self, length: int) -> bool:
+        """Whether everything the query at `length` sees, itself aside, is still in its cell."""
+        sink, recent = self.window.sink, self.window.recent
+        return length <= sink or self.lowest_intact <= max(sink, length - recent + 1)
+
+    def lowest_rewind(self) -> int:
+        """The lowest length at or above the sink that a free rewind reaches."""
+        sink, recent = self.window.sink, self.window.recent
+        return sink if self.lowest_intact == sink else self.lowest_intact + recent - 1
+
+    def rewind(self, length: int) -> None:
+        """Forget the positions from `length` on. Free: touches no memory."""
+        if not 0 <= length <= self.length:
+            raise InvalidArgument(f"cannot rewind a slab of length {self.length} to {length}")
+        if not self.can_rewind(length):
+            raise RewindTooFar(target=length, lowest=self.lowest_rewind())
+        self.length = length
+
+    def reset(self) -> None:
+        """Start over from position 0; every cell will be written before it is seen again."""
+        self.length = 0
+        self.high = 0
+
+    def intact(self) -> tuple[range, range]:
+        """The sink positions and the ring positions below `length` whose keys are still there."""
+        sink = self.window.sink
+        return range(min(sink, self.length)), range(min(self.lowest_intact, self.length), self.length)
+
+    def adopt(self, *, length: int, lowest: int) -> None:
+        """Take over cells that were filled from elsewhere: sinks, and `lowest` up to `length`."""
+        sink = self.window.sink
+        if length > sink and length - lowest > self.ring:
+            raise InvalidArgument(f"{length - lowest} positions do not fit {self.ring} cells")
+        self.length = length
+        self.high = length if lowest <= sink else lowest + self.ring
+
+
+@dataclass(slots=True)
+class SlabPool:
+    """The slabs of one engine: `acquire` and `release`, nothing allocated after start-up."""
+
+    num_slabs: int
+    shape: SlabShape
+    _free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.num_slabs < 1:
+            raise InvalidArgument(f"an engine needs at least 1 slab, got {self.num_slabs}")
+        self._free = list(range(self.num_slabs - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, sink: int) -> Slab:
+        if sink > self.shape.max_pin:
+            raise InvalidArgument(f"cannot pin {sink} tokens: the limit is {self.shape.max_pin} (--max-pin)")
+        window = Window(sink=sink, recent=self.shape.recent)
+        if not self._free:
+            raise CapacityExhausted(
+                f"all {self.num_slabs} slabs are in use; close a session or raise --sessions"
+            )
+        return Slab(slot=self._free.pop(), window=window, capacity=self.shape.capacity)
+
+    def release(self, slab: Slab) -> None:
+        if slab.slot in self._free:
+            raise InvalidArgument(f"slab {slab.slot} is already free")
+        self._free.append(slab.slot)

@@ -1,0 +1,134 @@
+"""A slab on its way to disk or to another engine: keys, values, and what they belong to.
+
+The format is safetensors with two tensors and a JSON header. It holds what is visible and what a
+rewind could still reach; the tokens themselves are the session's to keep, only their digest is here.
+"""
+
+import hashlib
+import json
+import struct
+from array import array
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.engine.interface import Engine, KeysValues
+from holdfast.engine.sequence import Sequence
+from holdfast.engine.slab import Slab
+from holdfast.errors import SnapshotMismatch
+
+_HEADER = "holdfast.snapshot"
+_DIGEST = "holdfast.digest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotHeader:
+    fingerprint: str
+    kv_dtype: str
+    sink: int
+    recent: int
+    capacity: int
+    length: int
+    high: int
+    lowest: int  # the first ring position that is in the file
+    tail: tuple[int, ...]  # tokens of the history that were not computed yet
+    history_digest: str  # of the tokens below `length`
+    reported_dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    header: SnapshotHeader
+    kv: KeysValues
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.keys.nbytes + self.kv.values.nbytes
+
+
+def take(engine: Engine, sequence: Sequence) -> Snapshot:
+    """Copy out what is intact. The sequence is unchanged."""
+    slab, window = sequence.slab, sequence.slab.window
+    sinks, ring = slab.intact()
+    kv = engine.read_slab(slab, [sinks, ring])
+    header = SnapshotHeader(
+        fingerprint=engine.info.fingerprint,
+        kv_dtype=engine.info.kv_dtype,
+        sink=window.sink,
+        recent=window.recent,
+        capacity=slab.capacity,
+        length=slab.length,
+        high=slab.high,
+        lowest=ring.start,
+        tail=tuple(sequence.tokens[slab.length :]),
+        history_digest=_history_digest(sequence.tokens[: slab.length]),
+        reported_dropped=sequence.reported_dropped,
+    )
+    return Snapshot(header, kv)
+
+
+def check(engine: Engine, snapshot: Snapshot, tokens: "array[int]") -> None:
+    """Refuse, by name, a snapshot that does not belong to this engine and this history."""
+    header, info, shape = snapshot.header, engine.info, engine.shape
+    for name, theirs, ours in (
+        ("model", header.fingerprint, info.fingerprint),
+        ("kv_dtype", header.kv_dtype, info.kv_dtype),
+        ("recent", header.recent, shape.recent),
+    ):
+        if theirs != ours:
+            raise SnapshotMismatch(f"the snapshot's {name} is {theirs}, this engine's is {ours}")
+    if header.sink > shape.max_pin or header.length - header.lowest > shape.capacity - header.sink:
+        raise SnapshotMismatch(
+            f"the snapshot was taken from a larger slab ({header.capacity} > {shape.capacity})"
+        )
+    if (
+        tuple(tokens[header.length :]) != header.tail
+        or _history_digest(tokens[: header.length]) != header.history_digest
+    ):
+        raise SnapshotMismatch("the snapshot belongs to another history")
+
+
+def restore(engine: Engine, snapshot: Snapshot, slab: Slab) -> None:
+    """Fill a fresh slab from a checked snapshot. Mutates the slab and its cells."""
+    header = snapshot.header
+    slab.adopt(length=header.length, lowest=header.lowest)
+    engine.write_slab(slab, list(slab.intact()), snapshot.kv)
+
+
+def encode(snapshot: Snapshot) -> bytes:
+    from safetensors.numpy import save
+
+    header = json.dumps(asdict(snapshot.header))
+    metadata = {_HEADER: header, _DIGEST: _content_digest(header, snapshot.kv)}
+    return save({name: np.ascontiguousarray(part) for name, part in snapshot.kv._asdict().items()}, metadata)
+
+
+def decode(data: bytes) -> Snapshot:
+    """The snapshot in `data`; SnapshotMismatch where it is none, was cut short or has a wrong bit."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        kv = KeysValues(**load(data))
+        (header_size,) = struct.unpack("<Q", data[:8])
+        metadata: dict[str, str] = json.loads(data[8 : 8 + header_size])["__metadata__"]
+        fields: dict[str, Any] = json.loads(metadata[_HEADER])
+        header = SnapshotHeader(**fields | {"tail": tuple(fields["tail"])})
+        is_whole = metadata[_DIGEST] == _content_digest(metadata[_HEADER], kv)
+    except (SafetensorError, struct.error, ValueError, KeyError, TypeError) as exc:
+        raise SnapshotMismatch(f"not a readable snapshot: {exc}") from exc
+    if not is_whole:
+        raise SnapshotMismatch("the snapshot is damaged: its content does not match its digest")
+    return Snapshot(header, kv)
+
+
+def _history_digest(tokens: "array[int]") -> str:
+    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=16).hexdigest()
+
+
+def _content_digest(header: str, kv: KeysValues) -> str:
+    digest = hashlib.blake2b(header.encode(), digest_size=16)
+    for part in kv:
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,115 @@
+"""Events on their way from the engine thread to event loops, one wake-up a loop and step."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from holdfast.engine.run import Done, Event, Failed, Run
+from holdfast.errors import HoldfastError, WorkerStopped
+
+
+class Stream:
+    """The events of one run. Enter it to start; iterate for batches; leave it and the run is over.
+
+    Leaving early cancels and waits for the engine's last word, so the sequence is idle afterwards.
+    """
+
+    def __init__(self, start: Callable[["Stream"], None], cancel: Callable[["Stream"], None]) -> None:
+        self.run: Run | None = None  # the engine thread's
+        self.loop: asyncio.AbstractEventLoop
+        self._start = start
+        self._cancel = cancel
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+        self._error: HoldfastError | None = None
+        self._done: Done | None = None
+
+    async def __aenter__(self) -> Self:
+        self.loop = asyncio.get_running_loop()
+        self._start(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._is_over:
+            # A worker that stops sends every stream its last word, so waiting is right either way.
+            with contextlib.suppress(WorkerStopped):
+                self._cancel(self)
+        while not self._is_over:
+            await self._arrival()
+
+    def cancel_run(self) -> None:
+        """Called on the engine thread: the run ends at the next step."""
+        if self.run is not None:
+            self.run.is_cancelled = True
+
+    def deliver(self, events: list[Event | Failed]) -> None:
+        """Called on the stream's own loop."""
+        for event in events:
+            if isinstance(event, Failed):
+                self._error = event.error
+            else:
+                self._events.append(event)
+        if isinstance(last := events[-1], Done):
+            self._done = last
+        self._arrived.set()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._done is not None or self._error is not None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        """All events that have arrived, at least one. A failed run raises its error after them."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                raise StopAsyncIteration
+            await self._arrival()
+        batch, self._events = self._events, []
+        return batch
+
+    async def done(self) -> Done:
+        """The final event, once it is there; what comes before it is passed over."""
+        while self._done is None:
+            if self._error is not None:
+                raise self._error
+            await self._arrival()
+        return self._done
+
+    async def _arrival(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+
+class Mailroom:
+    """Collects a step's events and hands them over loop by loop. Used by the engine thread alone."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Stream, list[Event | Failed]] = {}
+
+    def send(self, stream: Stream, event: Event | Failed) -> None:
+        self._waiting.setdefault(stream, []).append(event)
+
+    def flush(self) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Event | Failed]]]] = {}
+        for stream, events in self._waiting.items():
+            by_loop.setdefault(stream.loop, []).append((stream, events))
+        self._waiting.clear()
+        for loop, letters in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, letters)
+            except RuntimeError:  # the loop is closed: nobody is left to hear the rest
+                for stream, _ in letters:
+                    stream.cancel_run()
+
+
+def _deliver(letters: list[tuple[Stream, list[Event | Failed]]]) -> None:
+    for stream, events in letters:
+        stream.deliver(events)

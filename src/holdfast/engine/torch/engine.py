@@ -1,0 +1,163 @@
+"""The engine protocol on PyTorch."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.engine.interface import EngineInfo, KeysValues, Row
+from holdfast.engine.sampling import Pick, Sampled, sample_rows
+from holdfast.engine.slab import Slab, SlabShape
+from holdfast.engine.torch.attention import SlabAttention, SlabTensors, gather, scatter
+from holdfast.engine.torch.model import Decoder
+from holdfast.engine.torch.weights import TensorReader, load_weights, reader_for
+from holdfast.errors import InvalidArgument, NonFiniteLogits
+from holdfast.models import Architecture, ModelSource
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TorchEngine:
+    """A decoder and its slabs on one device."""
+
+    def __init__(
+        self,
+        name: str,
+        arch: Architecture,
+        reader: TensorReader,
+        *,
+        digest: str,
+        num_slabs: int,
+        shape: SlabShape,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise InvalidArgument(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
+        if shape.max_pin + shape.recent > arch.context:
+            raise InvalidArgument(
+                f"max_pin {shape.max_pin} and recent {shape.recent} add up to more than the model's "
+                f"context of {arch.context}; lower recent to {arch.context - shape.max_pin} or less"
+            )
+        self._device = torch.device(device)
+        self._shape = shape
+        self._num_slabs = num_slabs
+        self._decoder = Decoder(arch, load_weights(reader, arch, dtype=_DTYPES[dtype], device=self._device))
+        cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
+        self._slabs = SlabTensors(cells, _DTYPES[dtype], self._device)
+        self._info = EngineInfo(
+            name=name,
+            vocab_size=arch.vocab_size,
+            context=arch.context,
+            num_layers=arch.num_layers,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            kv_dtype=dtype,
+            kv_itemsize=self._slabs.keys.itemsize,
+            fingerprint=_fingerprint(digest, dtype, arch),
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def shape(self) -> SlabShape:
+        return self._shape
+
+    @property
+    def num_slabs(self) -> int:
+        return self._num_slabs
+
+    @property
+    def kv_reserved_bytes(self) -> int:
+        return self._slabs.num_bytes
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> Tensor:
+        tokens: list[int] = []
+        positions: list[int] = []
+        sink_positions: list[int] = []
+        wanted: list[int] = []
+        for slab, row_tokens, num_logits in rows:
+            written = range(slab.length, slab.length + len(row_tokens))
+            tokens += row_tokens
+            positions += written
+            sink_positions += map(slab.window.sink_query, written)
+            wanted += range(len(tokens) - num_logits, len(tokens))
+        return self._decoder.forward(
+            tokens=self._tensor(tokens),
+            positions=self._tensor(positions),
+            sink_positions=self._tensor(sink_positions),
+            wanted=self._tensor(wanted),
+            attend=SlabAttention(self._slabs, rows),
+        )
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def read_logits(self, logits: Tensor) -> NDArray[np.float32]:
+        array: NDArray[np.float32] = logits.float().cpu().numpy()
+        return array
+
+    def sample(self, logits: Tensor, picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
+        return sample_rows(self.read_logits(logits), picks)
+
+    @torch.inference_mode()
+    def copy_slab(self, source: Slab, target: Slab) -> None:
+        for tensor in (self._slabs.keys, self._slabs.values):
+            tensor[:, target.slot] = tensor[:, source.slot]
+
+    @torch.inference_mode()
+    def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
+        return KeysValues(
+            *(_to_bits(gather(tensor, slab, positions)) for tensor in (self._slabs.keys, self._slabs.values))
+        )
+
+    @torch.inference_mode()
+    def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
+        for tensor, bits in zip((self._slabs.keys, self._slabs.values), kv, strict=True):
+            scatter(tensor, slab, positions, torch.from_numpy(bits).view(tensor.dtype).to(self._device))
+
+    @torch.inference_mode()
+    def clear_slab(self, slab: Slab) -> None:
+        self._slabs.keys[:, slab.slot] = 0
+        self._slabs.values[:, slab.slot] = 0
+
+
+def _to_bits(tensor: Tensor) -> NDArray[np.generic]:
+    """A copy on the host; numpy has no bfloat16, so those travel as 16-bit integers."""
+    host = tensor.cpu()
+    bits: NDArray[np.generic] = (
+        (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()
+    )
+    return bits
+
+
+def _fingerprint(digest: str, dtype: str, arch: Architecture) -> str:
+    facts = [digest, dtype, arch.family, arch.norm_epsilon, arch.inverse_frequencies]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def load_engine(
+    source: ModelSource, *, num_slabs: int, shape: SlabShape, dtype: str = "float32", device: str = "auto"
+) -> TorchEngine:
+    """The engine for a model on disk. Blocks for seconds; `device` auto means CUDA where there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InvalidArgument("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    return TorchEngine(
+        source.name,
+        source.architecture,
+        reader_for(source),
+        digest=source.digest,
+        num_slabs=num_slabs,
+        shape=shape,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,130 @@
+"""A decoder's tensors, fused the way the forward wants them, from any source that has names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import ModelError
+from holdfast.models import Architecture, GGUFSource, HFSource, ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None
+    output: Tensor  # [hidden, heads * head_dim]
+    mlp_norm: Tensor
+    gate_up: Tensor  # [2 * mlp, hidden]
+    down: Tensor  # [hidden, mlp]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Tensor  # [vocabulary, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor  # [vocabulary, hidden]; the embedding itself where tied
+
+
+class TensorReader(Protocol):
+    """Weights by their Hugging Face names."""
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class GGUFReader:
+    def __init__(self, source: GGUFSource) -> None:
+        self._file = source.file
+
+    def read(self, name: str) -> Tensor:
+        return torch.from_numpy(self._file.tensor(name))
+
+
+class SafetensorsReader:
+    def __init__(self, source: HFSource) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._files: dict[str, tuple[Path, Any]] = {}
+        for path in source.weight_files:
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as exc:
+                raise ModelError(f"{path} is truncated or damaged; download it again ({exc})") from exc
+            self._files |= dict.fromkeys(file.keys(), (path, file))
+        self._where = source.path
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ModelError(f"{self._where} lacks the tensor {name}")
+        tensor: Tensor = self._files[name][1].get_tensor(name)
+        return tensor
+
+
+class StateDictReader:
+    """Weights already in memory; how tests bring small random models."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._state:
+            raise ModelError(f"the state dict lacks the tensor {name}")
+        return self._state[name]
+
+
+def reader_for(source: ModelSource) -> TensorReader:
+    return GGUFReader(source) if isinstance(source, GGUFSource) else SafetensorsReader(source)
+
+
+def load_weights(
+    reader: TensorReader, arch: Architecture, *, dtype: torch.dtype, device: torch.device
+) -> DecoderWeights:
+    """All weights in `dtype` on `device`; norms stay float32. A wrong shape is refused by name."""
+
+    def read(name: str, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        tensor = reader.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        return tensor.to(device=device, dtype=dtype)
+
+    hidden, mlp, dim = arch.hidden_size, arch.mlp_size, arch.head_dim
+    queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
+
+    def norm(name: str, size: int = hidden) -> Tensor:
+        return read(f"{name}.weight", size, dtype=torch.float32)
+
+    def layer(index: int) -> LayerWeights:
+        at = f"model.layers.{index}"
+        parts = (
+            (f"{at}.self_attn.q_proj", queries),
+            (f"{at}.self_attn.k_proj", keys),
+            (f"{at}.self_attn.v_proj", keys),
+        )
+        return LayerWeights(
+            attention_norm=norm(f"{at}.input_layernorm"),
+            qkv=torch.cat([read(f"{name}.weight", size, hidden) for name, size in parts]),
+            qkv_bias=torch.cat([read(f"{name}.bias", size) for name, size in parts])
+            if arch.has_qkv_bias
+            else None,
+            query_norm=norm(f"{at}.self_attn.q_norm", dim) if arch.has_qk_norm else None,
+            key_norm=norm(f"{at}.self_attn.k_norm", dim) if arch.has_qk_norm else None,
+            output=read(f"{at}.self_attn.o_proj.weight", hidden, queries),
+            mlp_norm=norm(f"{at}.post_attention_layernorm"),
+            gate_up=torch.cat([read(f"{at}.mlp.{part}_proj.weight", mlp, hidden) for part in ("gate", "up")]),
+            down=read(f"{at}.mlp.down_proj.weight", hidden, mlp),
+        )
+
+    embedding = read("model.embed_tokens.weight", arch.vocab_size, hidden)
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(layer(index) for index in range(arch.num_layers)),
+        norm=norm("model.norm"),
+        head=embedding if arch.has_tied_embeddings else read("lm_head.weight", arch.vocab_size, hidden),
+    )

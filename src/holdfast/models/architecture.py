@@ -1,0 +1,123 @@
+"""The one decoder shape that all supported families share, and what tells them apart."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ModelError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes and switches of a decoder. `inverse_frequencies` already carries any rotary scaling."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_epsilon: float
+    context: int
+    inverse_frequencies: tuple[float, ...]
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    has_tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "mlp_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ModelError(f"the model's {name} is {getattr(self, name)}, which cannot be")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
+        if self.head_dim % 2 or len(self.inverse_frequencies) != self.head_dim // 2:
+            raise ModelError(f"head_dim {self.head_dim} needs {self.head_dim // 2} rotary frequencies")
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.mlp_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
+        return self.num_layers * layer + embeddings
+
+
+def rotary_frequencies(
+    head_dim: int, base: float, scaling: dict[str, Any] | None = None
+) -> tuple[float, ...]:
+    """Radians per position for each pair of dimensions, in double precision."""
+    plain = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
+    if scaling is None or kind == "default":
+        return tuple(plain)
+    if kind == "linear":
+        return tuple(frequency / scaling["factor"] for frequency in plain)
+    if kind == "llama3":
+        return tuple(_llama3_scaled(frequency, scaling) for frequency in plain)
+    raise ModelError(f"rotary scaling {kind!r} is not supported; known: default, linear, llama3")
+
+
+def _llama3_scaled(frequency: float, scaling: dict[str, Any]) -> float:
+    """Slow rotations stretched by `factor`, fast ones kept, a smooth passage in between."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    if turns < low:
+        return float(frequency / factor)
+    if turns > high:
+        return frequency
+    blend = (turns - low) / (high - low)
+    return float((1 - blend) * frequency / factor + blend * frequency)
+
+
+def from_hf_config(config: dict[str, Any]) -> Architecture:
+    """The architecture that a Hugging Face `config.json` describes."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(f"model type {family!r} is not supported; known: {', '.join(FAMILIES)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"activation {config['hidden_act']!r} is not supported; known: silu")
+    for field in ("attention_bias", "mlp_bias") if family in ("llama", "mistral", "qwen3") else ():
+        if config.get(field):
+            raise ModelError(f"{field} is not supported in {family} models")
+    try:
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        # Older files keep base and scaling apart; newer ones have both in rope_parameters.
+        rope = config.get("rope_parameters") or config.get("rope_scaling")
+        base = float(config.get("rope_theta") or (rope or {}).get("rope_theta") or 10000.0)
+        return Architecture(
+            family=family,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            mlp_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=head_dim,
+            norm_epsilon=config["rms_norm_eps"],
+            context=_trained_context(family, config),
+            inverse_frequencies=rotary_frequencies(head_dim, base, rope),
+            has_qkv_bias=family == "qwen2",
+            has_qk_norm=family == "qwen3",
+            has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+    except KeyError as exc:
+        raise ModelError(f"config.json lacks {exc.args[0]!r}") from exc
+
+
+def _trained_context(family: str, config: dict[str, Any]) -> int:
+    """How far a query was trained to look: a sliding-window model never looked past its window."""
+    context = int(config["max_position_embeddings"])
+    slides = config.get("use_sliding_window", family == "mistral") and config.get("sliding_window")
+    return min(context, int(config["sliding_window"])) if slides else context

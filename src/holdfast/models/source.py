@@ -1,0 +1,117 @@
+"""A model argument turned into something that can be read: a bundled name, a GGUF file or a directory."""
+
+import difflib
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ModelError
+from holdfast.models.architecture import Architecture, from_hf_config
+from holdfast.models.bundled import BUNDLED, DEFAULT_MODEL
+from holdfast.models.gguf_file import GGUFFile
+
+_HASH_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class GGUFSource:
+    """One GGUF file: weights, vocabulary and chat template together."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def file(self) -> GGUFFile:
+        return GGUFFile(self.path)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return self.file.architecture
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return [self.path]
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(self.weight_files)
+
+
+@dataclass(frozen=True)
+class HFSource:
+    """A Hugging Face directory: config.json, safetensors (sharded or not), tokenizer files."""
+
+    name: str
+    path: Path
+
+    def read_json(self, filename: str) -> dict[str, Any] | None:
+        """The parsed file, or None where it does not exist."""
+        path = self.path / filename
+        if not path.is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as exc:
+            raise ModelError(f"{path} is not readable JSON: {exc}") from exc
+        if not isinstance(content, dict):
+            raise ModelError(f"{path} holds no JSON object")
+        return content
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        config = self.read_json("config.json")
+        if config is None:
+            raise ModelError(f"{self.path} has no config.json, so it is not a Hugging Face model directory")
+        return from_hf_config(config)
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        index = self.read_json("model.safetensors.index.json")
+        try:
+            names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
+        except (KeyError, AttributeError, TypeError) as exc:
+            raise ModelError(f"{self.path}/model.safetensors.index.json has no usable weight_map") from exc
+        files = [self.path / name for name in names]
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{file} is missing; download the whole model directory again")
+        return files
+
+    @cached_property
+    def digest(self) -> str:
+        extra = [self.path / name for name in ("config.json", "tokenizer.json")]
+        return _digest(self.weight_files + [path for path in extra if path.is_file()])
+
+
+ModelSource = GGUFSource | HFSource
+
+
+def open_model(argument: str = DEFAULT_MODEL) -> ModelSource:
+    """The model that `argument` names. Reads nothing heavy yet; a wrong one fails here."""
+    if bundled := BUNDLED.get(argument):
+        if path := bundled.path:
+            return GGUFSource(bundled.name, path)
+        raise ModelError(f"model {argument} is not on this machine yet; run: holdfast models pull {argument}")
+    path = Path(argument).expanduser()
+    if path.is_dir():
+        source = HFSource(path.resolve().name, path)
+        _ = source.architecture
+        return source
+    if path.is_file():
+        return GGUFSource(path.stem, path)
+    near = difflib.get_close_matches(argument.lower(), BUNDLED, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
+    raise ModelError(f"no model {argument!r}: not a bundled name, a GGUF file or a model directory ({hint})")
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(_HASH_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Stand-ins that pass the same contract suites as the real thing."""

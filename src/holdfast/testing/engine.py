@@ -1,0 +1,109 @@
+"""An engine whose logits are a fingerprint of exactly what its last token can see. No model, no torch.
+
+A cell keeps a token as its key and the token's position as its value, so any read of a cell that was
+overwritten, or of one too many, changes the logits beyond recognition.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.engine.interface import EngineInfo, KeysValues, Row
+from holdfast.engine.sampling import Pick, Sampled, sample_rows
+from holdfast.engine.slab import Slab, SlabShape
+from holdfast.engine.window import Window
+from holdfast.errors import NonFiniteLogits
+
+Logits = NDArray[np.float32]
+
+
+class FakeEngine:
+    def __init__(
+        self, *, num_slabs: int, shape: SlabShape, vocab_size: int = 64, fingerprint: str = "fake"
+    ) -> None:
+        self._shape = shape
+        self._cells = np.zeros((2, num_slabs, shape.capacity), dtype=np.float32)  # tokens, positions
+        self._info = EngineInfo(
+            name="fake",
+            vocab_size=vocab_size,
+            context=1 << 30,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            kv_dtype="float32",
+            kv_itemsize=self._cells.itemsize,
+            fingerprint=fingerprint,
+            row_invariant=True,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def shape(self) -> SlabShape:
+        return self._shape
+
+    @property
+    def num_slabs(self) -> int:
+        return int(self._cells.shape[1])
+
+    @property
+    def kv_reserved_bytes(self) -> int:
+        return self._cells.nbytes
+
+    def forward(self, rows: Sequence[Row]) -> Logits:
+        for slab, tokens, _ in rows:
+            for position, token in enumerate(tokens, start=slab.length):
+                self._cells[:, slab.slot, slab.cell(position)] = token, position
+        queries = [
+            (slab, slab.length + len(tokens) - 1 - back)
+            for slab, tokens, num_logits in rows
+            for back in range(num_logits - 1, -1, -1)
+        ]
+        logits = [self._logits(self._seen(slab, query)) for slab, query in queries]
+        return np.stack(logits) if logits else np.zeros((0, self._info.vocab_size), np.float32)
+
+    def _seen(self, slab: Slab, query: int) -> Iterable[tuple[int, int]]:
+        for part in slab.window.kept(query + 1):
+            for position in part:
+                token, stored = self._cells[:, slab.slot, slab.cell(position)]
+                yield int(token), int(stored)
+
+    def _logits(self, seen: Iterable[tuple[int, int]]) -> Logits:
+        digest = hashlib.blake2b(repr(list(seen)).encode(), digest_size=8).digest()
+        source = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
+        return source.standard_normal(self._info.vocab_size).astype(np.float32)
+
+    def expected_logits(self, tokens: Sequence[int], window: Window) -> Logits:
+        """What `forward` must give for every position of `tokens`, from the plain list alone."""
+        rows = []
+        for query in range(len(tokens)):
+            rows.append(self._logits((tokens[p], p) for part in window.kept(query + 1) for p in part))
+        return np.stack(rows)
+
+    def read_logits(self, logits: Logits) -> Logits:
+        return logits
+
+    def sample(self, logits: Logits, picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
+        return sample_rows(logits, picks)
+
+    def copy_slab(self, source: Slab, target: Slab) -> None:
+        self._cells[:, target.slot] = self._cells[:, source.slot]
+
+    def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
+        cells = self._cells[:, slab.slot, _cells_of(slab, positions)]
+        return KeysValues(*(part.reshape(1, 1, -1, 1).copy() for part in cells))
+
+    def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
+        for part, content in zip(self._cells, kv, strict=True):
+            part[slab.slot, _cells_of(slab, positions)] = content.reshape(-1)
+
+    def clear_slab(self, slab: Slab) -> None:
+        self._cells[:, slab.slot] = 0
+
+
+def _cells_of(slab: Slab, positions: Sequence[range]) -> list[int]:
+    return [cell for part in positions for run in slab.runs(part) for cell in run]

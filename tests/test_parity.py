@@ -1,0 +1,54 @@
+"""While nothing has left the window, logits are those of `transformers` on the same weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.engine.slab import SlabPool, SlabShape
+from holdfast.engine.torch import load_engine
+from holdfast.engine.window import Window
+from holdfast.models import GGUFSource
+from tests import tiny
+from tests.driving import difference, run_chunks
+from tests.oracle import dense_logits
+
+TOLERANCE = 5e-4
+SHAPE = SlabShape(recent=200, max_pin=8, prefill_chunk=64, rewind_tokens=16)
+
+
+def _random_tokens(num: int, vocabulary: int) -> list[int]:
+    return np.random.default_rng(3).integers(0, vocabulary, num).tolist()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_logits_equal_transformers_inside_the_window(family: str) -> None:
+    tokens = _random_tokens(150, tiny.VOCABULARY)
+    with torch.inference_mode():
+        theirs = tiny.hf_model(family)(torch.tensor([tokens])).logits[0].numpy()
+    engine = tiny.engine(family, num_slabs=1, shape=SHAPE)
+    ours = run_chunks(engine, SlabPool(1, SHAPE).acquire(4), tokens, [64, 1, 7])
+    assert difference(ours, theirs) <= TOLERANCE
+    assert np.abs(theirs).max() > 1  # a model whose logits vanish would agree with anything
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_oracle_itself_equals_transformers_inside_the_window(family: str) -> None:
+    tokens = _random_tokens(150, tiny.VOCABULARY)
+    model = tiny.hf_model(family)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([tokens])).logits[0].numpy()
+    oracle = dense_logits(model.state_dict(), tiny.architecture(family), tokens, Window(sink=4, recent=200))
+    assert difference(oracle.numpy(), theirs) <= TOLERANCE
+
+
+def test_the_default_model_equals_transformers_inside_the_window(default_source: GGUFSource) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = default_source.path
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    tokens = _random_tokens(120, default_source.architecture.vocab_size)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([tokens])).logits[0].numpy()
+    engine = load_engine(default_source, num_slabs=1, shape=SHAPE, device="cpu")
+    ours = run_chunks(engine, SlabPool(1, SHAPE).acquire(4), tokens, [50, 1])
+    assert difference(ours, theirs) <= TOLERANCE
