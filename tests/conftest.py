@@ -1,7 +1,6 @@
 """Shared fixtures: the real default model, loaded once, and small random models of every family."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,9 +10,7 @@ from holdfast.engine.torch import TorchEngine, load_engine
 from holdfast.models import GGUFSource, open_model
 
 _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile(
-    "default", max_examples=25, deadline=None, suppress_health_check=_quiet, derandomize=True
-)
+settings.register_profile("default", max_examples=25, deadline=None, suppress_health_check=_quiet, derandomize=True)
 settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=_quiet)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -26,9 +23,9 @@ def default_source() -> GGUFSource:
 
 
 @pytest.fixture(scope="session")
-def default_engine(default_source: GGUFSource) -> Iterator[TorchEngine]:
+def default_engine(default_source: GGUFSource) -> TorchEngine:
     """The default model in fp32 with a small window, so that tests see it slide."""
-    yield load_engine(default_source, num_slabs=4, shape=SMALL, device="cpu")
+    return load_engine(default_source, num_slabs=4, shape=SMALL, device="cpu")
 
 
 SMALL = SlabShape(recent=60, max_pin=16, prefill_chunk=48, draft_length=4, rewind_tokens=32)

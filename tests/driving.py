@@ -11,9 +11,7 @@ from holdfast.engine.slab import Slab
 Array = NDArray[np.float32]
 
 
-def forward(
-    engine: Engine, parts: Sequence[tuple[Slab, Sequence[int]]], num_logits: int | None = None
-) -> list[Array]:
+def forward(engine: Engine, parts: Sequence[tuple[Slab, Sequence[int]]], num_logits: int | None = None) -> list[Array]:
     """One forward; every token's logits for each part, or those of the last `num_logits`."""
     rows = [Row(slab, tokens, len(tokens) if num_logits is None else num_logits) for slab, tokens in parts]
     for slab, tokens in parts:

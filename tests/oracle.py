@@ -15,9 +15,7 @@ from holdfast.models import Architecture
 
 def weight_names(arch: Architecture) -> list[str]:
     parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [
-        f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")
-    ]
+    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
     parts += [f"self_attn.{p}_proj.bias" for p in "qkv"] if arch.has_qkv_bias else []
     parts += [f"self_attn.{p}_norm.weight" for p in "qk"] if arch.has_qk_norm else []
     names = [f"model.layers.{i}.{part}" for i in range(arch.num_layers) for part in parts]
@@ -67,17 +65,13 @@ def dense_logits(
     for i in range(arch.num_layers):
         at = f"model.layers.{i}"
         h = norm(x, f"{at}.input_layernorm.weight")
-        q, k, v = (
-            project(h, at, kind, arch.num_heads if kind == "q" else arch.num_kv_heads) for kind in "qkv"
-        )
+        q, k, v = (project(h, at, kind, arch.num_heads if kind == "q" else arch.num_kv_heads) for kind in "qkv")
         k = rotated(k, t).transpose(1, 2)
         scores = torch.where(is_sink, rotated(q, far) @ k, rotated(q, t) @ k) / arch.head_dim**0.5
         attended = scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v
         x = x + attended.transpose(0, 1).reshape(len(tokens), -1) @ w[f"{at}.self_attn.o_proj.weight"].T
         h = norm(x, f"{at}.post_attention_layernorm.weight")
-        gated = torch.nn.functional.silu(h @ w[f"{at}.mlp.gate_proj.weight"].T) * (
-            h @ w[f"{at}.mlp.up_proj.weight"].T
-        )
+        gated = torch.nn.functional.silu(h @ w[f"{at}.mlp.gate_proj.weight"].T) * (h @ w[f"{at}.mlp.up_proj.weight"].T)
         x = x + gated @ w[f"{at}.mlp.down_proj.weight"].T
     head = "model.embed_tokens.weight" if arch.has_tied_embeddings else "lm_head.weight"
     return norm(x, "model.norm.weight") @ w[head].T

@@ -28,9 +28,7 @@ def write(tmp_path: Path, body: str) -> str:
     return str(report)
 
 
-def test_one_escaped_line_per_failure(
-    annotate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_escaped_line_per_failure(annotate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = write(
         tmp_path,
         '<testcase classname="tests.test_a" name="test_x[1,2]">'
@@ -55,9 +53,7 @@ def test_place_from_a_plain_traceback(annotate: ModuleType, tmp_path: Path, fold
     assert annotate.locate(text) == ("src/holdfast/x.py", "7")
 
 
-def test_summary_is_one_safe_table(
-    annotate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summary_is_one_safe_table(annotate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "summary.md"
     target.write_text("before\n", encoding="utf-8")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(target))

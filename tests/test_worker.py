@@ -71,9 +71,7 @@ def engine_of(worker: Worker) -> WatchedEngine:
 
 def greedy(max_tokens: int = 5, **options: object) -> SamplingParams:
     bias = dict.fromkeys((POISON, NAN), -1000.0)  # neither trap is sampled by chance
-    return SamplingParams(
-        **{"seed": 0, "max_tokens": max_tokens, "temperature": 0, "logit_bias": bias} | options
-    )  # type: ignore[arg-type]
+    return SamplingParams(**{"seed": 0, "max_tokens": max_tokens, "temperature": 0, "logit_bias": bias} | options)  # type: ignore[arg-type]
 
 
 async def collect(stream: Stream) -> list[Event]:
@@ -117,9 +115,7 @@ async def test_events_tell_the_whole_story(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("field", "reason"), [("eos_token_ids", StopReason.EOS), ("stop_token_ids", StopReason.STOP_TOKEN)]
 )
-async def test_end_tokens_are_streamed_recorded_and_counted(
-    worker: Worker, field: str, reason: StopReason
-) -> None:
+async def test_end_tokens_are_streamed_recorded_and_counted(worker: Worker, field: str, reason: StopReason) -> None:
     sequence = await worker.open()
     await worker.append(sequence, [1, 2, 3])
     fork = await worker.fork(sequence)
@@ -163,9 +159,7 @@ async def test_leaving_the_window_is_told_before_the_first_token_and_when_it_beg
     ranges = [position for event in told for position in range(event.first, event.end)]
     assert ranges == list(range(2, 2 + len(ranges)))
     info = worker.info(sequence)
-    assert (
-        len(ranges) + 1 == info.num_dropped == info.history_length - info.num_visible
-    )  # the last token's is due next
+    assert len(ranges) + 1 == info.num_dropped == info.history_length - info.num_visible  # the last token's is due next
 
 
 async def test_a_long_prompt_never_stalls_running_streams_by_more_than_a_chunk(worker: Worker) -> None:
@@ -285,9 +279,7 @@ async def test_logits_that_are_not_finite_fail_the_sequence_for_good(worker: Wor
     healthy, sick = await worker.open(), await worker.open()
     await worker.append(healthy, [1, 2, 3])
     await worker.append(sick, [4, NAN])
-    results = await asyncio.gather(
-        generate(worker, healthy, 10), generate(worker, sick, 10), return_exceptions=True
-    )
+    results = await asyncio.gather(generate(worker, healthy, 10), generate(worker, sick, 10), return_exceptions=True)
     assert isinstance(results[0], list)
     assert isinstance(results[1], NonFiniteLogits)
     assert "not finite" in (worker.info(sick).failure or "")
@@ -491,9 +483,7 @@ async def test_stopping_leaves_nobody_waiting() -> None:
         await generate(worker, sequence)
 
 
-async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     sequence = await worker.open()
     await worker.append(sequence, [1])

@@ -3,7 +3,8 @@
 HoldfastError
 ├── InvalidArgument          the caller asked for something that cannot be
 │   ├── ConfigError          a setting is unknown or out of range
-│   └── ModelError           a model file is missing, broken or unsupported
+│   ├── ModelError           a model file is missing, broken or unsupported
+│   └── TemplateError        a chat template cannot render these messages
 ├── CapacityExhausted        no free slab, no free place
 ├── SequenceNotFound         the sequence was closed or never opened
 ├── SequenceBusy             one operation at a time
@@ -32,6 +33,10 @@ class ConfigError(InvalidArgument):
 
 class ModelError(InvalidArgument):
     pass
+
+
+class TemplateError(InvalidArgument):
+    code = "template_error"
 
 
 class CapacityExhausted(HoldfastError):

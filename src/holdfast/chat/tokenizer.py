@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from holdfast.errors import ModelError
+from holdfast.errors import InvalidArgument, ModelError
 from holdfast.models import GGUFSource, ModelSource
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched before any merging
 
-_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -26,13 +30,40 @@ class Tokenizer:
     eos_token: str = ""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; control tokens that are spelled out become real ones. Adds nothing."""
+        """Ids of `text`; control tokens that are spelled out become real ones. Adds nothing.
+
+        Text that the vocabulary has no bytes for is refused: the tokenizer itself would drop it in silence.
+        """
+        try:
+            missing = self._missing_bytes.intersection(text.encode())
+        except UnicodeEncodeError as exc:
+            raise InvalidArgument(f"the text is not valid Unicode at character {exc.start}") from exc
+        if missing:
+            raise InvalidArgument(f"the model's vocabulary cannot spell the byte 0x{min(missing):02X} of this text")
         ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special)
         return text
+
+    def is_control(self, token: int) -> bool:
+        """Whether the token is one that text cannot spell."""
+        return token in self._control
+
+    @cached_property
+    def _missing_bytes(self) -> frozenset[int]:
+        """Bytes without a token of their own, in a byte-level vocabulary (small ones lack some)."""
+        if not isinstance(self.inner.decoder, decoders.ByteLevel):
+            return frozenset()
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+        shifted = [byte for byte in range(256) if byte not in plain]  # the others follow from 256 on
+        spelling = dict(zip(plain, map(chr, plain), strict=True)) | {b: chr(256 + i) for i, b in enumerate(shifted)}
+        return frozenset(byte for byte, char in spelling.items() if self.inner.token_to_id(char) is None)
+
+    @cached_property
+    def _control(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.inner.get_added_tokens_decoder().items() if token.special)
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
@@ -44,7 +75,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     config = source.read_json("tokenizer_config.json") or {}
     try:
         inner = RustTokenizer.from_file(str(path))
-    except Exception as exc:  # noqa: BLE001 - the Rust side raises bare Exception
+    except Exception as exc:
         raise ModelError(f"{path} is not a readable tokenizer: {exc}") from exc
     return Tokenizer(
         inner,

@@ -58,9 +58,7 @@ class SamplingParams:
         for name in ("logit_bias", "stop_token_ids", "eos_token_ids"):
             for token in getattr(self, name):
                 if not 0 <= token < vocab_size:
-                    raise InvalidArgument(
-                        f"{name}: token id {token} is outside the vocabulary of {vocab_size}"
-                    )
+                    raise InvalidArgument(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +90,7 @@ def sample_rows(logits: NDArray[np.float32], picks: Sequence[Pick]) -> list[Samp
 
 def _sample(logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogits:
     top = float(logits.max())
-    norm = (
-        top + math.log(float(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
-        if math.isfinite(top)
-        else top
-    )
+    norm = top + math.log(float(np.exp(logits - np.float32(top)).sum(dtype=np.float64))) if math.isfinite(top) else top
     if not (math.isfinite(norm) and np.isfinite(logits).all()):
         return NonFiniteLogits(f"the model's logits for position {pick.position} are not finite")
     params = pick.params

@@ -18,6 +18,7 @@ class SequenceInfo:
 
     history_length: int
     computed_length: int
+    window_size: int
     num_visible: int
     num_dropped: int
     kv_live_bytes: int
@@ -88,9 +89,7 @@ class Sequence:
         """INV-1: history minus slab is the declared tail. INV-2: the slab never goes back by itself."""
         if self.num_uncomputed != self._declared_tail or self._declared_tail < 0:
             self.inv1_violations += 1
-            self._fail(
-                "INV-1", f"history {len(self.tokens)}, slab {self.slab.length}, tail {self._declared_tail}"
-            )
+            self._fail("INV-1", f"history {len(self.tokens)}, slab {self.slab.length}, tail {self._declared_tail}")
         if self.slab.length < self._floor or self.slab.high < self.slab.length:
             self.inv2_violations += 1
             self._fail("INV-2", f"slab went from {self._floor} to {self.slab.length} (high {self.slab.high})")

@@ -143,9 +143,7 @@ class SlabPool:
             raise InvalidArgument(f"cannot pin {sink} tokens: the limit is {self.shape.max_pin} (--max-pin)")
         window = Window(sink=sink, recent=self.shape.recent)
         if not self._free:
-            raise CapacityExhausted(
-                f"all {self.num_slabs} slabs are in use; close a session or raise --sessions"
-            )
+            raise CapacityExhausted(f"all {self.num_slabs} slabs are in use; close a session or raise --sessions")
         return Slab(slot=self._free.pop(), window=window, capacity=self.shape.capacity)
 
     def release(self, slab: Slab) -> None:

@@ -79,9 +79,7 @@ def check(engine: Engine, snapshot: Snapshot, tokens: "array[int]") -> None:
         if theirs != ours:
             raise SnapshotMismatch(f"the snapshot's {name} is {theirs}, this engine's is {ours}")
     if header.sink > shape.max_pin or header.length - header.lowest > shape.capacity - header.sink:
-        raise SnapshotMismatch(
-            f"the snapshot was taken from a larger slab ({header.capacity} > {shape.capacity})"
-        )
+        raise SnapshotMismatch(f"the snapshot was taken from a larger slab ({header.capacity} > {shape.capacity})")
     if (
         tuple(tokens[header.length :]) != header.tail
         or _history_digest(tokens[: header.length]) != header.history_digest

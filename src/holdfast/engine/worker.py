@@ -243,6 +243,7 @@ class Worker:
         self._infos[sequence.id] = SequenceInfo(
             history_length=length,
             computed_length=slab.length,
+            window_size=slab.window.size,
             num_visible=slab.window.num_visible(length),
             num_dropped=len(slab.window.dropped(length)),
             kv_live_bytes=slab.window.num_visible(slab.length) * info.kv_bytes_per_position,
@@ -262,9 +263,7 @@ class Worker:
     def _idle(self, sequence_id: int) -> Sequence:
         sequence = self._get(sequence_id)
         if sequence.failure:
-            raise SequenceFailed(
-                f"sequence {sequence_id} has failed: {sequence.failure}"
-            ) from sequence.failure
+            raise SequenceFailed(f"sequence {sequence_id} has failed: {sequence.failure}") from sequence.failure
         if sequence_id in self._running:
             raise SequenceBusy(f"sequence {sequence_id} is busy")
         return sequence
@@ -338,7 +337,5 @@ def checked_tokens(tokens: Tokens[int], vocab_size: int) -> "array[int]":
     """A copy of `tokens`; refuses the first that is no integer of the vocabulary."""
     for index, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise InvalidArgument(
-                f"token {token!r} at index {index} is not an id of the vocabulary of {vocab_size}"
-            )
+            raise InvalidArgument(f"token {token!r} at index {index} is not an id of the vocabulary of {vocab_size}")
     return array("i", tokens)

@@ -54,9 +54,7 @@ class Architecture:
         return self.num_layers * layer + embeddings
 
 
-def rotary_frequencies(
-    head_dim: int, base: float, scaling: dict[str, Any] | None = None
-) -> tuple[float, ...]:
+def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, Any] | None = None) -> tuple[float, ...]:
     """Radians per position for each pair of dimensions, in double precision."""
     plain = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"

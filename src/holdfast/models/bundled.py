@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.config import DEFAULT_MODEL
 from holdfast.errors import ModelError
 
 
@@ -31,8 +32,6 @@ class BundledModel:
                 return path
         return None
 
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 BUNDLED = {
     model.name: model

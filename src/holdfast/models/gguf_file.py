@@ -85,12 +85,16 @@ class GGUFFile:
             num_kv_heads=int(self.value(f"{kind}.attention.head_count_kv", num_heads)),
             head_dim=head_dim,
             norm_epsilon=float(self._required(f"{kind}.attention.layer_norm_rms_epsilon")),
-            context=int(self._required(f"{kind}.context_length")),
+            context=self._trained_context(kind),
             inverse_frequencies=self._frequencies(kind, head_dim),
             has_qkv_bias="blk.0.attn_q.bias" in self._tensors,
             has_qk_norm="blk.0.attn_q_norm.weight" in self._tensors,
             has_tied_embeddings="output.weight" not in self._tensors,
         )
+
+    def _trained_context(self, kind: str) -> int:
+        context = int(self._required(f"{kind}.context_length"))
+        return min(context, int(self.value(f"{kind}.attention.sliding_window") or context))
 
     def _frequencies(self, kind: str, head_dim: int) -> tuple[float, ...]:
         scaling = self.value(f"{kind}.rope.scaling.type", "none")

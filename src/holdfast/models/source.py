@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from holdfast.config import DEFAULT_MODEL
 from holdfast.errors import ModelError
 from holdfast.models.architecture import Architecture, from_hf_config
-from holdfast.models.bundled import BUNDLED, DEFAULT_MODEL
+from holdfast.models.bundled import BUNDLED
 from holdfast.models.gguf_file import GGUFFile
 
 _HASH_BLOCK = 1 << 22
@@ -71,7 +72,7 @@ class HFSource:
     def weight_files(self) -> list[Path]:
         index = self.read_json("model.safetensors.index.json")
         try:
-            names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
+            names = ["model.safetensors"] if index is None else sorted(set(index["weight_map"].values()))
         except (KeyError, AttributeError, TypeError) as exc:
             raise ModelError(f"{self.path}/model.safetensors.index.json has no usable weight_map") from exc
         files = [self.path / name for name in names]
@@ -102,7 +103,8 @@ def open_model(argument: str = DEFAULT_MODEL) -> ModelSource:
         return source
     if path.is_file():
         return GGUFSource(path.stem, path)
-    near = difflib.get_close_matches(argument.lower(), BUNDLED, n=1)
+    wanted = argument.lower()
+    near = [name for name in BUNDLED if wanted and wanted in name] or difflib.get_close_matches(wanted, BUNDLED, n=1)
     hint = f"did you mean {near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
     raise ModelError(f"no model {argument!r}: not a bundled name, a GGUF file or a model directory ({hint})")
 

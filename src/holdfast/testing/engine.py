@@ -20,9 +20,7 @@ Logits = NDArray[np.float32]
 
 
 class FakeEngine:
-    def __init__(
-        self, *, num_slabs: int, shape: SlabShape, vocab_size: int = 64, fingerprint: str = "fake"
-    ) -> None:
+    def __init__(self, *, num_slabs: int, shape: SlabShape, vocab_size: int = 64, fingerprint: str = "fake") -> None:
         self._shape = shape
         self._cells = np.zeros((2, num_slabs, shape.capacity), dtype=np.float32)  # tokens, positions
         self._info = EngineInfo(

@@ -18,9 +18,7 @@ from holdfast.engine.slab import Slab
 class SlabTensors:
     """Keys and values of all slabs: [layers, slabs, kv_heads, capacity, head_dim] each."""
 
-    def __init__(
-        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         # Zeroed by writing, so that the memory is really held from the start (and 0 x NaN cannot poison).
         self.keys = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.values = torch.empty(shape, dtype=dtype, device=device).zero_()
@@ -73,9 +71,7 @@ class SlabAttention:
             for packed, cells in plan.writes:
                 slab_keys[:, cells] = key[packed].transpose(0, 1).to(slab_keys.dtype)
                 slab_values[:, cells] = value[packed].transpose(0, 1).to(slab_values.dtype)
-            out[plan.packed] = _attend(
-                plan, query[plan.packed], sink_query[plan.packed], slab_keys, slab_values
-            )
+            out[plan.packed] = _attend(plan, query[plan.packed], sink_query[plan.packed], slab_keys, slab_values)
         return out.flatten(1)
 
 

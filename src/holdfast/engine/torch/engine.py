@@ -132,9 +132,7 @@ class TorchEngine:
 def _to_bits(tensor: Tensor) -> NDArray[np.generic]:
     """A copy on the host; numpy has no bfloat16, so those travel as 16-bit integers."""
     host = tensor.cpu()
-    bits: NDArray[np.generic] = (
-        (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()
-    )
+    bits: NDArray[np.generic] = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()
     return bits
 
 

@@ -55,7 +55,7 @@ class Decoder:
             h = _norm(x, layer.mlp_norm, arch.norm_epsilon)
             gate, up = _linear(h, layer.gate_up).chunk(2, dim=-1)
             x = x + _linear(F.silu(gate) * up, layer.down)
-        return _linear(_norm(x[wanted], weights.norm, arch.norm_epsilon), weights.head)
+        return _logits(_norm(x[wanted], weights.norm, arch.norm_epsilon), weights.head)
 
     def _project(self, layer: LayerWeights, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         arch = self.arch
@@ -63,9 +63,7 @@ class Decoder:
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias.float()
         heads = qkv.view(h.shape[0], -1, arch.head_dim)
-        query, key, value = torch.tensor_split(
-            heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], dim=1
-        )
+        query, key, value = torch.tensor_split(heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query = _norm(query, layer.query_norm, arch.norm_epsilon)
             key = _norm(key, layer.key_norm, arch.norm_epsilon)
@@ -79,6 +77,13 @@ class Decoder:
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(weight.dtype), weight).float()
+
+
+def _logits(x: Tensor, head: Tensor) -> Tensor:
+    """Never rounded below float32: near-ties decide tokens."""
+    if head.dtype == torch.float32:
+        return F.linear(x, head)
+    return torch.mm(x.to(head.dtype), head.T, out_dtype=torch.float32)
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

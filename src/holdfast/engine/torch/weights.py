@@ -30,7 +30,7 @@ class DecoderWeights:
     embedding: Tensor  # [vocabulary, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor  # [vocabulary, hidden]; the embedding itself where tied
+    head: Tensor  # [vocabulary, hidden]; float32 where products cannot widen their result
 
 
 class TensorReader(Protocol):
@@ -110,9 +110,7 @@ def load_weights(
         return LayerWeights(
             attention_norm=norm(f"{at}.input_layernorm"),
             qkv=torch.cat([read(f"{name}.weight", size, hidden) for name, size in parts]),
-            qkv_bias=torch.cat([read(f"{name}.bias", size) for name, size in parts])
-            if arch.has_qkv_bias
-            else None,
+            qkv_bias=torch.cat([read(f"{name}.bias", size) for name, size in parts]) if arch.has_qkv_bias else None,
             query_norm=norm(f"{at}.self_attn.q_norm", dim) if arch.has_qk_norm else None,
             key_norm=norm(f"{at}.self_attn.k_norm", dim) if arch.has_qk_norm else None,
             output=read(f"{at}.self_attn.o_proj.weight", hidden, queries),
@@ -122,9 +120,14 @@ def load_weights(
         )
 
     embedding = read("model.embed_tokens.weight", arch.vocab_size, hidden)
+    # A bfloat16 logit is off by up to a sixteenth; only CUDA's products give float32 from bfloat16.
+    head_dtype = dtype if device.type == "cuda" else torch.float32
+    head_name = "model.embed_tokens.weight" if arch.has_tied_embeddings else "lm_head.weight"
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(arch.num_layers)),
         norm=norm("model.norm"),
-        head=embedding if arch.has_tied_embeddings else read("lm_head.weight", arch.vocab_size, hidden),
+        head=embedding
+        if arch.has_tied_embeddings and embedding.dtype == head_dtype
+        else read(head_name, arch.vocab_size, hidden, dtype=head_dtype),
     )

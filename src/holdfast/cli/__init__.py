@@ -1,0 +1,38 @@
+"""One command: holdfast. Each subcommand has a file; this one finds it and turns errors into a sentence."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from holdfast import __version__
+from holdfast.cli import chat, models
+from holdfast.errors import HoldfastError, InvalidArgument
+
+_COMMANDS = (chat, models)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 failed, 2 wrong use or wrong file, 130 interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="holdfast", description="Session-bound LLM inference: every turn costs only its new tokens."
+    )
+    parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.register(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except InvalidArgument as exc:
+        print(f"holdfast: {exc}", file=sys.stderr)
+        return 2
+    except HoldfastError as exc:
+        print(f"holdfast: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone; nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status

@@ -1,0 +1,139 @@
+"""What needs a CUDA device. Runs without pytest: `make test-gpu`, or `PYTHONPATH=src:. python3 -m tests.gpu`.
+
+A machine with a GPU may have nothing but torch, transformers, safetensors and numpy; this uses no more.
+"""
+
+import asyncio
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from holdfast.engine.sampling import Sampled, SamplingParams
+from holdfast.engine.slab import SlabPool, SlabShape
+from holdfast.engine.torch import TorchEngine
+from holdfast.engine.worker import Worker
+from tests import tiny
+from tests.driving import difference, run_chunks
+from tests.oracle import dense_logits
+
+SHAPE = SlabShape(recent=60, max_pin=16, prefill_chunk=48, draft_length=4, rewind_tokens=32)
+TOLERANCE = 5e-4
+
+
+def _engine(family: str, dtype: str = "float32", device: str = "cuda", num_slabs: int = 2) -> TorchEngine:
+    return tiny.engine(family, num_slabs=num_slabs, shape=SHAPE, dtype=dtype, device=device)
+
+
+def _tokens(num: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(1).integers(0, tiny.VOCABULARY, num).tolist()
+    return ids
+
+
+def logits_equal_the_dense_oracle() -> str:
+    worst = 0.0
+    for family in tiny.FAMILIES:
+        engine = _engine(family)
+        for windows in (1, 2, 10):
+            slab = SlabPool(2, SHAPE).acquire(4)
+            tokens = _tokens(windows * slab.window.size)
+            ours = run_chunks(engine, slab, tokens, [48, 1, 17, 5])
+            truth = dense_logits(tiny.hf_model(family).state_dict(), tiny.architecture(family), tokens, slab.window)
+            worst = max(worst, difference(ours, truth.numpy()))
+    assert worst <= TOLERANCE, worst
+    return f"max |logit difference| {worst:.1e} in fp32 at 1x, 2x and 10x the window"
+
+
+def bf16_stays_near_fp32() -> str:
+    worst, flips, total = 0.0, 0, 0
+    for family in tiny.FAMILIES:
+        tokens = _tokens(400)
+        exact = run_chunks(_engine(family), SlabPool(2, SHAPE).acquire(4), tokens, [48])
+        ours = run_chunks(_engine(family, "bfloat16"), SlabPool(2, SHAPE).acquire(4), tokens, [48])
+        worst = max(worst, difference(ours, exact))
+        flips, total = flips + int((ours.argmax(-1) != exact.argmax(-1)).sum()), total + len(tokens)
+    assert worst < 1, worst
+    return f"max |logit difference| {worst:.3f}, {1000 * flips / total:.0f} flips per 1,000 tokens"
+
+
+def slabs_take_the_memory_they_say() -> str:
+    _engine("llama")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = _engine("llama", num_slabs=2000)
+    small = _engine("llama", num_slabs=1)
+    held = torch.cuda.memory_allocated() - before
+    expected = engine.kv_reserved_bytes + small.kv_reserved_bytes
+    assert 0 <= held - expected < 4_000_000, (held, expected)
+    return f"{engine.kv_reserved_bytes:,} bytes reserved, allocator agrees"
+
+
+def _generate(engine: TorchEngine, prompt: list[int], restore_from: TorchEngine | None = None) -> list[int]:
+    async def run() -> list[int]:
+        worker = Worker(engine)
+        worker.start()
+        if restore_from is None:
+            sequence = await worker.open()
+            await worker.append(sequence, prompt)
+        else:
+            other = Worker(restore_from)
+            other.start()
+            source = await other.open()
+            await other.append(source, prompt)
+            sequence = await worker.restore(await other.snapshot(source), prompt)
+            other.stop()
+        params = SamplingParams(seed=9, max_tokens=60, temperature=0.8)
+        async with worker.generate(sequence, params) as stream:
+            tokens = [event.token async for batch in stream for event in batch if isinstance(event, Sampled)]
+        worker.stop()
+        return tokens
+
+    return asyncio.run(run())
+
+
+def the_cpu_and_the_gpu_draw_the_same_tokens() -> str:
+    for family in tiny.FAMILIES:
+        assert _generate(_engine(family), _tokens(100)) == _generate(_engine(family, device="cpu"), _tokens(100))
+    return "60 seeded tokens after 100 of history, every family, fp32"
+
+
+def a_snapshot_moves_between_cpu_and_gpu() -> str:
+    cpu = _engine("qwen3", device="cpu")
+    expected = _generate(cpu, _tokens(150))
+    assert _generate(_engine("qwen3"), _tokens(150), restore_from=cpu) == expected
+    assert _generate(cpu, _tokens(150), restore_from=_engine("qwen3")) == expected
+    return "both ways, the same 60 tokens"
+
+
+CHECKS: tuple[Callable[[], str], ...] = (
+    logits_equal_the_dense_oracle,
+    bf16_stays_near_fp32,
+    slabs_take_the_memory_they_say,
+    the_cpu_and_the_gpu_draw_the_same_tokens,
+    a_snapshot_moves_between_cpu_and_gpu,
+)
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing was checked", file=sys.stderr)
+        return 2
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    failed = 0
+    for check in CHECKS:
+        started = time.perf_counter()
+        try:
+            said = f"ok    {check.__name__}: {check()}"
+        except Exception:  # noqa: BLE001 - one failed check must not hide the next
+            failed += 1
+            said = f"FAIL  {check.__name__}\n{traceback.format_exc()}"
+        print(f"{said} ({time.perf_counter() - started:.1f} s)")
+    print(f"{len(CHECKS) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+
+from holdfast import config
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError
+
+
+def _load(**sources: object) -> EngineConfig:
+    return config.load(EngineConfig, **({"flags": {}, "environment": {}} | sources))  # type: ignore[arg-type]
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "holdfast.toml"
+    file.write_text('sink = 1\nrecent = 10\nmax-pin = 100\ndtype = "float32"\n')
+    environment = {"HOLDFAST_RECENT": "20", "HOLDFAST_MAX_PIN": "200", "HOLDFAST_OTHER": "x"}
+    loaded = _load(file=file, environment=environment, flags={"max_pin": 300, "dtype": None})
+    assert (loaded.sink, loaded.recent, loaded.max_pin, loaded.dtype) == (1, 20, 300, "float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("recnt = 3", "unknown key 'recnt'.*did you mean recent"),
+        ("zzz = 3", "unknown key 'zzz' in"),
+        ('recent = "many"', "recent in .* must be a whole number, got 'many'"),
+        ("recent = 1.5", "must be a whole number"),
+        ("recent = true", "must be a whole number"),
+        ("device = 3", "must be text"),
+        ('device = "tpu"', "must be one of auto, cpu, cuda"),
+        ("= 3", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_sentence(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "holdfast.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        _load(file=file)
+
+
+def test_a_missing_file_and_a_wrong_variable_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config file"):
+        _load(file=tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="HOLDFAST_SINK must be a whole number, got 'four'"):
+        _load(environment={"HOLDFAST_SINK": "four"})
