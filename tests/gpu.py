@@ -12,10 +12,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from holdfast.engine.sampling import Sampled, SamplingParams
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.engine.worker import Worker
+from holdfast.generation import Sampled, SamplingParams
 from tests import tiny
 from tests.driving import difference, run_chunks
 from tests.oracle import dense_logits

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from holdfast.engine.noise import gumbel
-from holdfast.engine.sampling import Sampled, SamplingParams
 from holdfast.engine.slab import SlabPool
 from holdfast.engine.torch import TorchEngine, load_engine
 from holdfast.engine.worker import Worker
+from holdfast.generation import Sampled, SamplingParams
 from holdfast.models import GGUFSource
 from tests.conftest import SMALL
 from tests.driving import run_chunks

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from holdfast.engine.noise import gumbel
-from holdfast.engine.sampling import Pick, Sampled, SamplingParams, adjust, sample_rows, survivors
+from holdfast.engine.sampling import Pick, adjust, sample_rows, survivors
 from holdfast.errors import InvalidArgument, NonFiniteLogits
+from holdfast.generation import Sampled, SamplingParams
 
 rows = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40).map(lambda x: np.array(x, np.float32))
 

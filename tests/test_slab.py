@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from holdfast.engine.window import Window
-from holdfast.errors import CapacityExhausted, InvalidArgument, RewindTooFar
+from holdfast.errors import CapacityExhausted, InvalidArgument, RecomputeTooLong
 
 shapes = st.builds(
     SlabShape,
@@ -94,7 +94,7 @@ class SlabMachine(RuleBasedStateMachine):
         if model.slab.can_rewind(target):
             model.rewind(target)
         else:
-            with pytest.raises(RewindTooFar):
+            with pytest.raises(RecomputeTooLong):
                 model.slab.rewind(target)
 
     @rule(target=models, model=models)

@@ -9,24 +9,23 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Row
-from holdfast.engine.run import Done, Event, StopReason, Truncated
-from holdfast.engine.sampling import Sampled, SamplingParams
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.snapshot import decode, encode
 from holdfast.engine.stream import Stream
 from holdfast.engine.worker import Worker
 from holdfast.errors import (
     CapacityExhausted,
+    Draining,
     InvalidArgument,
     InvariantViolated,
     NonFiniteLogits,
-    RewindTooFar,
-    SequenceBusy,
-    SequenceFailed,
-    SequenceNotFound,
+    RecomputeTooLong,
+    SessionBusy,
+    SessionFailed,
+    SessionNotFound,
     SnapshotMismatch,
-    WorkerStopped,
 )
+from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
 from holdfast.testing.engine import FakeEngine
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8, rewind_tokens=8)
@@ -267,7 +266,7 @@ async def test_a_raising_model_fails_only_the_culprit(worker: Worker) -> None:
     await worker.append(sick, [4, POISON])
     tasks = [asyncio.create_task(generate(worker, sequence, 30)) for sequence in (healthy, sick)]
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert isinstance(results[1], SequenceFailed)
+    assert isinstance(results[1], SessionFailed)
     assert isinstance(results[1].__cause__, FloatingPointError)
     assert results[0] == await generate(worker, twin, 30)
     assert await worker.tokens(sick) == [4, POISON]
@@ -283,7 +282,7 @@ async def test_logits_that_are_not_finite_fail_the_sequence_for_good(worker: Wor
     assert isinstance(results[0], list)
     assert isinstance(results[1], NonFiniteLogits)
     assert "not finite" in (worker.info(sick).failure or "")
-    with pytest.raises(SequenceFailed, match="has failed"):
+    with pytest.raises(SessionFailed, match="has failed"):
         await worker.append(sick, [1])
     assert await worker.close(sick) == 2
 
@@ -296,7 +295,7 @@ async def test_a_broken_invariant_fails_loudly_and_is_counted(worker: Worker) ->
     with pytest.raises(InvariantViolated, match="INV-1"):
         await generate(worker, sequence)
     assert worker.info(sequence).inv1_violations == 1
-    with pytest.raises(SequenceFailed):
+    with pytest.raises(SessionFailed):
         await generate(worker, sequence)
     worker._sequences[other]._floor = 99
     with pytest.raises(InvariantViolated, match="INV-2"):
@@ -316,7 +315,7 @@ async def test_one_operation_at_a_time(worker: Worker) -> None:
             worker.fork(sequence),
             worker.snapshot(sequence),
         ):
-            with pytest.raises(SequenceBusy):
+            with pytest.raises(SessionBusy):
                 await attempt
         assert await anext(stream)
 
@@ -329,10 +328,10 @@ async def test_closing_in_mid_stream_ends_it_and_frees_the_slab(worker: Worker) 
         await worker.close(sequence)
         assert (await stream.done()).stop_reason == StopReason.CANCELLED
     assert worker.num_free_slabs == 4
-    with pytest.raises(SequenceNotFound):
+    with pytest.raises(SessionNotFound):
         worker.info(sequence)
     for attempt in (worker.append(sequence, [1]), worker.close(sequence), worker.tokens(sequence)):
-        with pytest.raises(SequenceNotFound):
+        with pytest.raises(SessionNotFound):
             await attempt
 
 
@@ -389,7 +388,7 @@ async def test_a_recompute_beyond_the_limit_is_refused() -> None:
     worker.start()
     sequence = await worker.open()
     await worker.append(sequence, [1] * 300)
-    with pytest.raises(RewindTooFar, match="cannot rewind to 100"):
+    with pytest.raises(RecomputeTooLong, match="cannot rewind to 100"):
         await worker.rewind(sequence, 100)
     assert worker.info(sequence).history_length == 300
     assert (await worker.rewind(sequence, 50)).recomputed_tokens == 50
@@ -475,11 +474,11 @@ async def test_stopping_leaves_nobody_waiting() -> None:
     while not worker.info(sequence).is_busy:
         await asyncio.sleep(0)
     await asyncio.to_thread(worker.stop)
-    with pytest.raises(WorkerStopped):
+    with pytest.raises(Draining):
         await task
-    with pytest.raises(WorkerStopped):
+    with pytest.raises(Draining):
         await worker.open()
-    with pytest.raises(WorkerStopped):
+    with pytest.raises(Draining):
         await generate(worker, sequence)
 
 
@@ -492,9 +491,9 @@ async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(worker: Worker, m
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr(worker._scheduler, "plan", plan)
-    with pytest.raises(WorkerStopped):
+    with pytest.raises(Draining):
         await generate(worker, sequence)
-    with pytest.raises(WorkerStopped):
+    with pytest.raises(Draining):
         await worker.open()
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +15,9 @@ ENVIRONMENT_PREFIX = "HOLDFAST_"
 C = TypeVar("C")
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, aliases: tuple[str, ...] = ()) -> Any:
     """A dataclass field that is also a flag, an environment variable and a key of the config file."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +26,29 @@ class EngineConfig:
 
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     dtype: str = option("bfloat16", "weights and cache", choices=("float32", "bfloat16"))
-    sessions: int = option(16, "slabs, that is, sessions with a live cache")
+    sessions: int = option(16, "slabs, that is, sessions with a live cache", aliases=("--capacity",))
     sink: int = option(4, "first tokens that every session keeps")
-    recent: int = option(2048, "last tokens that a session keeps")
+    recent: int = option(2048, "last tokens that a session keeps", aliases=("--window",))
     max_pin: int = option(512, "most first tokens that a session may ask to keep")
     prefill_chunk: int = option(256, "prompt tokens computed between two tokens of running streams")
     rewind_tokens: int = option(1024, "how far back a session can go without recomputing")
     max_recompute_tokens: int = option(65536, "longest history that a far rewind may recompute")
     max_batch: int = option(64, "sequences that share one decoding step")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The doors."""
+
+    grpc: str = option("127.0.0.1:50051", "where the gRPC door listens", aliases=("--bind",))
+    http: str = option("127.0.0.1:8000", "where health and metrics are served; empty: nowhere")
+    served_model_name: str = option("", "the name clients see (default: the model's own)")
+    keys_file: str = option("", "API keys, one OWNER:KEY a line; without keys, loopback only")
+    tls_cert: str = option("", "certificate chain, PEM")
+    tls_key: str = option("", "its private key, PEM")
+    insecure: bool = option(False, "allow other addresses than loopback without keys")
+    idle_ttl_s: float = option(0.0, "close sessions that were idle for so long; 0: never")
+    drain_s: float = option(10.0, "how long running generations may go on after Ctrl-C")
 
 
 def load(
@@ -42,9 +57,13 @@ def load(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     file: Path | None = None,
+    others: Collection[str] = (),
 ) -> C:
-    """An instance of `cls` from its defaults, then `file`, then `environment`, then `flags` (None: not given)."""
-    values = _from_file(cls, file) if file else {}
+    """An instance of `cls` from its defaults, then `file`, then `environment`, then `flags` (None: not given).
+
+    `others` are the keys that the file may have for someone else.
+    """
+    values = _from_file(cls, file, others) if file else {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if (text := environment.get(ENVIRONMENT_PREFIX + field.name.upper())) is not None:
             values[field.name] = _converted(
@@ -54,7 +73,7 @@ def load(
     return cls(**values)
 
 
-def _from_file(cls: type[Any], path: Path) -> dict[str, Any]:
+def _from_file(cls: type[Any], path: Path, others: Collection[str]) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
@@ -65,8 +84,10 @@ def _from_file(cls: type[Any], path: Path) -> dict[str, Any]:
     values = {}
     for key, value in content.items():
         name = key.replace("-", "_")
+        if name in others and name not in fields:
+            continue
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
+            near = difflib.get_close_matches(name, [*fields, *others], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"unknown key {key!r} in {path}{hint}")
         values[name] = _converted(fields[name], value, f"{key} in {path}")
@@ -77,9 +98,11 @@ def _converted(field: "dataclasses.Field[Any]", value: Any, where: str) -> Any:
     """`value` as the field's type; text is parsed, anything else must fit already."""
     kind: type[Any] = type(field.default)
     try:
-        converted = kind(value) if isinstance(value, str) else value
-    except ValueError:
+        converted = _PARSERS[kind](value) if isinstance(value, str) else value
+    except (ValueError, KeyError):
         converted = None
+    if kind is float and type(converted) is int:
+        converted = float(converted)
     if type(converted) is not kind:
         raise ConfigError(f"{where} must be {_NAMES[kind]}, got {value!r}")
     if (choices := field.metadata["choices"]) and converted not in choices:
@@ -87,4 +110,10 @@ def _converted(field: "dataclasses.Field[Any]", value: Any, where: str) -> Any:
     return converted
 
 
-_NAMES = {int: "a whole number", str: "text"}
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_PARSERS: dict[type[Any], Any] = {
+    int: int,
+    float: float,
+    str: str,
+    bool: {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.__getitem__,
+}

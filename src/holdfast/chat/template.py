@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import ModelError, TemplateError
-from holdfast.models import GGUFSource, ModelSource
+from holdfast.models import ModelSource
 
 Message = dict[str, Any]
 
@@ -43,21 +43,9 @@ class ChatTemplate:
 
 
 def load_template(source: ModelSource, tokenizer: Tokenizer) -> ChatTemplate:
-    text = source.file.value("tokenizer.chat_template") if isinstance(source, GGUFSource) else _hf_template(source)
-    if not text:
+    if not source.chat_template:
         raise ModelError(f"model {source.name} has no chat template; use an instruct model")
-    return ChatTemplate(text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-
-
-def _hf_template(source: ModelSource) -> str | None:
-    file = source.path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    config = (source.read_json("tokenizer_config.json") or {}) if not isinstance(source, GGUFSource) else {}
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
+    return ChatTemplate(source.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

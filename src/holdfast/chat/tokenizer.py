@@ -79,19 +79,10 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         raise ModelError(f"{path} is not a readable tokenizer: {exc}") from exc
     return Tokenizer(
         inner,
-        frozenset(_eos_ids(source.read_json("generation_config.json"), source.read_json("config.json"))),
+        source.eos_token_ids,
         _token_text(config.get("bos_token")),
         _token_text(config.get("eos_token")),
     )
-
-
-def _eos_ids(*configs: dict[str, Any] | None) -> list[int]:
-    """The first config that names end tokens decides; one id or a list of them."""
-    for config in configs:
-        ids = (config or {}).get("eos_token_id")
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
 
 
 def _token_text(token: str | dict[str, Any] | None) -> str:
@@ -125,7 +116,7 @@ def _from_gguf(source: GGUFSource) -> Tokenizer:
     bos = file.value("tokenizer.ggml.bos_token_id")
     return Tokenizer(
         inner,
-        frozenset() if eos is None else frozenset({int(eos)}),
+        source.eos_token_ids,
         "" if bos is None else tokens[bos],
         "" if eos is None else tokens[eos],
     )

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import secrets
 import sys
 from dataclasses import replace
@@ -10,16 +11,19 @@ from typing import Any
 
 from rich.console import Console
 
+from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.template import Message, load_template
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.cli.conversation import Conversation
 from holdfast.cli.flags import add_flags, settings
+from holdfast.cli.lines import EmbeddedLine, Line, RemoteLine
 from holdfast.config import DEFAULT_MODEL, EngineConfig
 from holdfast.engine.embedded import build_worker
-from holdfast.engine.run import Done
-from holdfast.engine.sampling import SamplingParams
-from holdfast.models import open_model
+from holdfast.errors import InvalidArgument
+from holdfast.generation import SamplingParams, Truncated
+from holdfast.models import ModelSource, open_model
+from holdfast.sessions.runtime import Runtime
 
 _HELP = "/reset starts over, /info tells how the session stands, /quit leaves; Ctrl-C stops an answer"
 
@@ -28,6 +32,7 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk to a model in the terminal", description=__doc__)
     parser.add_argument("prompt", nargs="?", help="one question, answered on stdout; without it, a conversation")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a bundled name, a GGUF file or a directory")
+    parser.add_argument("--server", metavar="HOST:PORT", help="a running `holdfast serve`; its key: HOLDFAST_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="system prompt, kept in view for ever")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
@@ -49,57 +54,77 @@ def run(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         top_p=arguments.top_p,
     )
-    with console.status(f"loading {arguments.model}"):
-        source = open_model(arguments.model)
-        tokenizer = load_tokenizer(source)
-        continuation = Continuation(load_template(source, tokenizer), tokenizer)
-        worker = build_worker(source, config)
     system: list[Message] = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    worker.start()
-    try:
-        conversation = Conversation(worker, tokenizer, continuation, params, system=system, config=config)
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        with console.status(f"loading {arguments.model}"):
+            source = open_model(arguments.model)
+            tokenizer = load_tokenizer(source)
+            continuation = Continuation(load_template(source, tokenizer), tokenizer)
+            if arguments.server:
+                line: Line = runner.run(_connect(arguments.server, source))
+            else:
+                line = _embedded(source, config, stack)
+        conversation = Conversation(line, tokenizer, continuation, params, system)
         if arguments.prompt is not None:
-            asyncio.run(_answer(conversation, arguments.prompt, console))
+            runner.run(_answer(conversation, arguments.prompt, console))
+            runner.run(conversation.reset())
             return 0
-        console.print(f"[bold]{source.name}[/], {config.dtype}, window of {config.sink} + {config.recent}. {_HELP}.")
-        return _converse(conversation, console)
-    finally:
-        worker.stop()
+        console.print(f"[bold]{source.name}[/]. {_HELP}.")
+        return _converse(conversation, runner, console)
 
 
-def _converse(conversation: Conversation, console: Console) -> int:
+async def _connect(address: str, source: ModelSource) -> RemoteLine:
+    line = RemoteLine(address, os.environ.get("HOLDFAST_API_KEY", ""))
+    await line.connect(source)
+    return line
+
+
+def _embedded(source: ModelSource, config: EngineConfig, stack: contextlib.ExitStack) -> EmbeddedLine:
+    worker = build_worker(source, config)
+    backend = EmbeddedBackend(worker, describe(source, config, worker))
+    backend.start()
+    stack.callback(backend.stop)
+    return EmbeddedLine(Runtime(backend))
+
+
+def _converse(conversation: Conversation, runner: asyncio.Runner, console: Console) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - importing it gives input() editing and history
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
-            return 0
+            line = "/quit"
         if line == "/quit":
+            runner.run(conversation.reset())
             return 0
         if line == "/reset":
-            asyncio.run(conversation.reset())
+            runner.run(conversation.reset())
             console.print("[dim]a new session[/]")
         elif line == "/info":
-            console.print(conversation.describe())
+            console.print(runner.run(conversation.describe()))
         elif line.startswith("/"):
             console.print(f"[dim]{_HELP}[/]")
         elif line:
             try:
-                asyncio.run(_answer(conversation, line, console))
+                runner.run(_answer(conversation, line, console))
             except KeyboardInterrupt:
                 console.print("\n[dim]stopped; what was said stays in the session[/]")
+            except InvalidArgument as exc:
+                console.print(f"[red]{exc}[/]")
 
 
 async def _answer(conversation: Conversation, text: str, console: Console) -> None:
     """Stream one answer to stdout, and what it cost to stderr."""
-    async for piece in conversation.ask(text):
-        if isinstance(piece, str):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        elif isinstance(piece, Done):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-            console.print(f"[dim]{conversation.summary(piece)}[/]")
-        else:
-            console.print(f"[yellow]tokens {piece.first} to {piece.end - 1} have left the window[/]")
+    async with contextlib.aclosing(conversation.ask(text)) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, str):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            elif isinstance(piece, Truncated):
+                console.print(f"[yellow]tokens {piece.first} to {piece.end - 1} have left the window[/]")
+            else:
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+                console.print(f"[dim]{await conversation.summary(piece)}[/]")

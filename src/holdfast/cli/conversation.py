@@ -1,89 +1,82 @@
-"""One chat on one engine sequence: keeps no tokens of its own, appends only what is new."""
+"""One chat on one session: keeps no history of its own, sends only what is new."""
 
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.detokenize import Detokenizer
 from holdfast.chat.template import Message
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.config import EngineConfig
-from holdfast.engine.run import Done, Truncated
-from holdfast.engine.sampling import Sampled, SamplingParams
-from holdfast.engine.worker import Worker
+from holdfast.cli.lines import Line
+from holdfast.generation import Done, Sampled, SamplingParams, Truncated
 
 
 class Conversation:
     def __init__(
         self,
-        worker: Worker,
+        line: Line,
         tokenizer: Tokenizer,
         continuation: Continuation,
         params: SamplingParams,
-        *,
         system: list[Message],
-        config: EngineConfig,
     ) -> None:
-        self._worker = worker
+        self._line = line
         self._tokenizer = tokenizer
         self._continuation = continuation
         self._params = replace(params, eos_token_ids=continuation.stop_token_ids)
         self._system = system
-        self._config = config
-        self._sequence: int | None = None
+        self._is_open = False
         self._decode_s = 0.0
 
-    async def ask(self, text: str) -> AsyncIterator[str | Truncated | Done]:
+    async def ask(self, text: str) -> AsyncGenerator[str | Truncated | Done, None]:
         """The answer as it comes: pieces of text, what left the window, and at the end what it cost."""
         message = {"role": "user", "content": text}
-        if self._sequence is None:
-            first = [*self._system, message]
-            pin = self._continuation.pinned(first, self._config.max_pin)
-            new = self._continuation.first(first)
-            self._sequence = await self._worker.open(sink=max(self._config.sink, pin))
+        if self._is_open:
+            tokens = self._continuation.tail([await self._line.last_token()], [message])
         else:
-            length = self._worker.info(self._sequence).history_length
-            new = self._continuation.tail(await self._worker.tokens(self._sequence, max(0, length - 1)), [message])
-        await self._worker.append(self._sequence, new)
+            messages = [*self._system, message]
+            tokens = self._continuation.first(messages)
+            await self._line.open(max(self._line.sink, self._continuation.pinned(messages, self._line.max_pin)))
+            self._is_open = True
         detokenizer = Detokenizer(self._tokenizer)
-        first_at = last_at = 0.0
-        async with self._worker.generate(self._sequence, self._params) as stream:
-            async for batch in stream:
-                last_at = time.perf_counter()
-                first_at = first_at or last_at
-                for event in batch:
-                    if isinstance(event, Sampled):
-                        if piece := detokenizer.push(event.token):
-                            yield piece
-                        continue
-                    if isinstance(event, Done):
-                        self._decode_s = last_at - first_at
-                        if rest := detokenizer.finish():
-                            yield rest
-                    yield event
+        times: list[float] = []
+        async with contextlib.aclosing(self._line.say(tokens, self._params)) as events:
+            async for event in events:
+                if isinstance(event, Sampled):
+                    times.append(time.perf_counter())
+                    if piece := detokenizer.push(event.token):
+                        yield piece
+                    continue
+                if isinstance(event, Done):
+                    self._decode_s = times[-1] - times[0] if times else 0.0
+                    if rest := detokenizer.finish():
+                        yield rest
+                yield event
 
     async def reset(self) -> None:
-        """Forget everything; the next question opens a new sequence."""
-        if self._sequence is not None:
-            await self._worker.close(self._sequence)
-            self._sequence = None
+        """Forget everything; the next question opens a new session."""
+        if self._is_open:
+            self._is_open = False
+            await self._line.close()
 
-    def summary(self, done: Done) -> str:
+    async def summary(self, done: Done) -> str:
         """What the last answer cost."""
         speed = f"{(done.num_generated - 1) / self._decode_s:.1f} tokens/s, " if self._decode_s else ""
-        return f"{done.num_generated} tokens, {speed}{self._fill()}, ended by {done.stop_reason}"
+        facts = f"{done.prefill_tokens} prefilled, {done.num_generated} sampled, {speed}{await self._fill()}"
+        return f"{facts}, ended by {done.stop_reason}"
 
-    def describe(self) -> str:
-        if self._sequence is None:
+    async def describe(self) -> str:
+        if not self._is_open:
             return "no session yet: ask something"
-        info = self._worker.info(self._sequence)
+        facts = await self._line.facts()
+        live, reserved = (facts.kv_live_bytes or 0) / 1e6, (facts.kv_reserved_bytes or 0) / 1e6
         return (
-            f"{info.history_length} tokens of history, {info.num_dropped} out of view, {self._fill()}, "
-            f"cache {info.kv_live_bytes / 1e6:.1f} MB live of {info.kv_reserved_bytes / 1e6:.1f} MB reserved"
+            f"{facts.history_length} tokens of history, {facts.dropped_token_count} out of view, "
+            f"{await self._fill()}, cache {live:.1f} MB live of {reserved:.1f} MB reserved"
         )
 
-    def _fill(self) -> str:
-        assert self._sequence is not None
-        info = self._worker.info(self._sequence)
-        return f"window {info.num_visible}/{info.window_size}"
+    async def _fill(self) -> str:
+        facts = await self._line.facts()
+        return f"window {facts.history_length - facts.dropped_token_count}/{facts.sink + facts.recent}"

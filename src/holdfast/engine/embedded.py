@@ -4,7 +4,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.window import Window
-from holdfast.engine.worker import Worker
+from holdfast.engine.worker import OnStep, Worker, ignore_step
 from holdfast.errors import ConfigError
 from holdfast.models import ModelSource
 
@@ -27,10 +27,11 @@ def build_engine(source: ModelSource, config: EngineConfig) -> Engine:
     return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=config.dtype, device=config.device)
 
 
-def build_worker(source: ModelSource, config: EngineConfig) -> Worker:
+def build_worker(source: ModelSource, config: EngineConfig, on_step: OnStep = ignore_step) -> Worker:
     """The engine on a thread of its own, not started yet."""
     return Worker(
         build_engine(source, config),
         max_batch=config.max_batch,
         max_recompute_tokens=config.max_recompute_tokens,
+        on_step=on_step,
     )

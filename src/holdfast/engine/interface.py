@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.sampling import Pick, Sampled
+from holdfast.engine.sampling import Pick
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.errors import NonFiniteLogits
+from holdfast.generation import Sampled
 
 Logits = Any  # an implementation's own array of shape [sum of num_logits, vocabulary]
 

@@ -3,48 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from holdfast.engine.sampling import Sampled, SamplingParams
 from holdfast.engine.sequence import Sequence
 from holdfast.errors import HoldfastError
-
-
-class StopReason(StrEnum):
-    MAX_TOKENS = "max_tokens"
-    EOS = "eos"
-    STOP_TOKEN = "stop_token"
-    CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class Truncated:
-    """Positions `first` up to, not including, `end` can no longer be seen by the model."""
-
-    first: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """The end of a run. `stop_reason` is None where nothing was to be sampled."""
-
-    stop_reason: StopReason | None
-    num_generated: int
-    history_length: int
-    num_dropped: int
-    prefill_tokens: int
-    prefill_duration_s: float
-    total_duration_s: float
-    seed: int | None
+from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     error: HoldfastError
-
-
-Event = Sampled | Truncated | Done
 
 
 @dataclass(slots=True, eq=False)

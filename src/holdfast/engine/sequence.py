@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from holdfast.engine.slab import Slab
-from holdfast.errors import InvalidArgument, InvariantViolated, RewindTooFar, SequenceFailed
+from holdfast.errors import InvalidArgument, InvariantViolated, RecomputeTooLong, SessionFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Sequence:
         self.id = sequence_id
         self.slab = slab
         self.tokens = array("i", tokens)
-        self.failure: SequenceFailed | None = None
+        self.failure: SessionFailed | None = None
         self.reported_dropped = slab.window.sink  # positions below it are known to the caller as dropped
         self.inv1_violations = 0
         self.inv2_violations = 0
@@ -73,7 +73,7 @@ class Sequence:
         target = min(slab.length, max(length - 1, 0))
         is_free = slab.can_rewind(target)
         if not is_free and length > max_recompute:
-            raise RewindTooFar(target=length, lowest=slab.lowest_rewind() + 1)
+            raise RecomputeTooLong(target=length, lowest=slab.lowest_rewind() + 1)
         if is_free:
             slab.rewind(target)
         else:

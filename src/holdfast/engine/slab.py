@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from holdfast.engine.window import Window
-from holdfast.errors import CapacityExhausted, InvalidArgument, RewindTooFar
+from holdfast.errors import CapacityExhausted, InvalidArgument, RecomputeTooLong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Slab:
         if not 0 <= length <= self.length:
             raise InvalidArgument(f"cannot rewind a slab of length {self.length} to {length}")
         if not self.can_rewind(length):
-            raise RewindTooFar(target=length, lowest=self.lowest_rewind())
+            raise RecomputeTooLong(target=length, lowest=self.lowest_rewind())
         self.length = length
 
     def reset(self) -> None:

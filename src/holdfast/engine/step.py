@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from holdfast.engine.interface import Engine, Row
 from holdfast.engine.run import Run
-from holdfast.engine.sampling import Pick, Sampled
+from holdfast.engine.sampling import Pick
 from holdfast.engine.scheduler import Plan, Work
-from holdfast.errors import HoldfastError, NonFiniteLogits, SequenceFailed
+from holdfast.errors import HoldfastError, NonFiniteLogits, SessionFailed
+from holdfast.generation import Sampled
 
 
 class Outcome(NamedTuple):
@@ -75,7 +76,7 @@ def _commit(
         row.slab.end_write(num_tokens)
         try:
             run.sequence.computed(num_tokens)
-        except SequenceFailed as exc:
+        except SessionFailed as exc:
             result = exc
         if isinstance(result, NonFiniteLogits):
             run.sequence.failure = result
@@ -86,6 +87,6 @@ def _commit(
 def _failure(exc: Exception) -> HoldfastError:
     if isinstance(exc, HoldfastError):
         return exc
-    failure = SequenceFailed(f"the model failed on this sequence: {type(exc).__name__}: {exc}")
+    failure = SessionFailed(f"the model failed on this sequence: {type(exc).__name__}: {exc}")
     failure.__cause__ = exc
     return failure

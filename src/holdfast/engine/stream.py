@@ -6,8 +6,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from holdfast.engine.run import Done, Event, Failed, Run
-from holdfast.errors import HoldfastError, WorkerStopped
+from holdfast.engine.run import Failed, Run
+from holdfast.errors import Draining, HoldfastError
+from holdfast.generation import Done, Event
 
 
 class Stream:
@@ -36,7 +37,7 @@ class Stream:
     ) -> None:
         if not self._is_over:
             # A worker that stops sends every stream its last word, so waiting is right either way.
-            with contextlib.suppress(WorkerStopped):
+            with contextlib.suppress(Draining):
                 self._cancel(self)
         while not self._is_over:
             await self._arrival()
@@ -72,8 +73,7 @@ class Stream:
             if self._is_over:
                 raise StopAsyncIteration
             await self._arrival()
-        batch, self._events = self._events, []
-        return batch
+        return self.rest()
 
     async def done(self) -> Done:
         """The final event, once it is there; what comes before it is passed over."""
@@ -82,6 +82,11 @@ class Stream:
                 raise self._error
             await self._arrival()
         return self._done
+
+    def rest(self) -> list[Event]:
+        """Events that nobody has taken; complete once the stream was left."""
+        batch, self._events = self._events, []
+        return batch
 
     async def _arrival(self) -> None:
         self._arrived.clear()

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
@@ -19,8 +20,7 @@ from typing import TypeVar
 
 from holdfast.engine import snapshot as snapshots
 from holdfast.engine.interface import Engine
-from holdfast.engine.run import Done, Failed, Run
-from holdfast.engine.sampling import Sampled, SamplingParams
+from holdfast.engine.run import Failed, Run
 from holdfast.engine.scheduler import Scheduler
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.slab import SlabPool
@@ -28,13 +28,14 @@ from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.step import Outcome, step
 from holdfast.engine.stream import Mailroom, Stream
 from holdfast.errors import (
+    Draining,
     HoldfastError,
     InvalidArgument,
-    SequenceBusy,
-    SequenceFailed,
-    SequenceNotFound,
-    WorkerStopped,
+    SessionBusy,
+    SessionFailed,
+    SessionNotFound,
 )
+from holdfast.generation import Done, Sampled, SamplingParams
 
 T = TypeVar("T")
 
@@ -45,11 +46,26 @@ class Rewound:
     recomputed_tokens: int
 
 
+OnStep = Callable[[int, float], None]  # sequences served, seconds taken
+
+
+def ignore_step(num_sequences: int, duration_s: float) -> None:
+    pass
+
+
 class Worker:
     """Start it, use its coroutines from any event loop, stop it. Every method is safe from any thread."""
 
-    def __init__(self, engine: Engine, *, max_batch: int = 64, max_recompute_tokens: int = 65536) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_batch: int = 64,
+        max_recompute_tokens: int = 65536,
+        on_step: OnStep = ignore_step,
+    ) -> None:
         self.engine = engine
+        self._on_step = on_step
         self._pool = SlabPool(engine.num_slabs, engine.shape)
         self._scheduler = Scheduler(prefill_chunk=engine.shape.prefill_chunk, max_batch=max_batch)
         self._max_recompute_tokens = max_recompute_tokens
@@ -83,7 +99,7 @@ class Worker:
         try:
             return self._infos[sequence_id]
         except KeyError:
-            raise SequenceNotFound(f"no sequence {sequence_id}") from None
+            raise SessionNotFound(sequence_id) from None
 
     async def open(self, *, sink: int = 4) -> int:
         """A new, empty sequence on a slab of its own."""
@@ -101,10 +117,17 @@ class Worker:
         checked = checked_tokens(tokens, self.engine.info.vocab_size)
         return await self._finish(self._stream(sequence_id, lambda sequence: sequence.append(checked)))
 
-    def generate(self, sequence_id: int, params: SamplingParams) -> Stream:
-        """A stream of event batches, ending with Done. Leaving it early cancels."""
+    def generate(self, sequence_id: int, params: SamplingParams, tokens: Tokens[int] = ()) -> Stream:
+        """Append `tokens`, then sample: a stream of event batches, ending with Done. Leaving it early cancels."""
         params.check_vocabulary(self.engine.info.vocab_size)
-        return self._stream(sequence_id, _require_tokens, params)
+        checked = checked_tokens(tokens, self.engine.info.vocab_size)
+
+        def prepare(sequence: Sequence) -> None:
+            if not sequence.tokens and not checked:
+                raise InvalidArgument("cannot generate from an empty history; append at least one token first")
+            sequence.append(checked)
+
+        return self._stream(sequence_id, prepare, params)
 
     async def rewind(self, sequence_id: int, length: int) -> Rewound:
         """Forget the tokens from `length` on. What the slab no longer holds is computed again."""
@@ -141,7 +164,7 @@ class Worker:
     def _post(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._is_stopping or not self._thread.is_alive():
-                raise WorkerStopped("the engine is not running")
+                raise Draining("the engine is not running")
             self._inbox.put(command)
 
     async def _call(self, action: Callable[[], T]) -> T:
@@ -162,7 +185,7 @@ class Worker:
         try:
             await self._call(action)
         except asyncio.CancelledError:
-            with contextlib.suppress(WorkerStopped):
+            with contextlib.suppress(Draining):
                 self._post(lambda: self._discard(sequence_id))
             raise
         return sequence_id
@@ -201,11 +224,17 @@ class Worker:
                 self._take_commands()
                 self._end_finished()
                 if len(self._scheduler):
-                    for outcome in step(self.engine, self._scheduler.plan()):
-                        self._settle(outcome)
+                    self._step()
                 self._mailroom.flush()
         finally:
             self._abandon()
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        plan = self._scheduler.plan()
+        for outcome in step(self.engine, plan):
+            self._settle(outcome)
+        self._on_step(len(plan.decode) + len(plan.prefill), time.perf_counter() - started)
 
     def _take_commands(self) -> None:
         """All commands that wait; blocks for one where there is nothing to compute."""
@@ -258,14 +287,14 @@ class Worker:
         try:
             return self._sequences[sequence_id]
         except KeyError:
-            raise SequenceNotFound(f"no sequence {sequence_id}") from None
+            raise SessionNotFound(sequence_id) from None
 
     def _idle(self, sequence_id: int) -> Sequence:
         sequence = self._get(sequence_id)
         if sequence.failure:
-            raise SequenceFailed(f"sequence {sequence_id} has failed: {sequence.failure}") from sequence.failure
+            raise SessionFailed(f"sequence {sequence_id} has failed: {sequence.failure}") from sequence.failure
         if sequence_id in self._running:
-            raise SequenceBusy(f"sequence {sequence_id} is busy")
+            raise SessionBusy(f"sequence {sequence_id} is busy")
         return sequence
 
     def _adopt(self, sequence: Sequence) -> None:
@@ -320,17 +349,12 @@ class Worker:
         with self._lock:
             self._is_stopping = True
         for run in self._scheduler.runs:
-            self._end(run, Failed(WorkerStopped("the engine stopped")))
+            self._end(run, Failed(Draining("the engine stopped")))
         for sequence_id in list(self._sequences):
             self._close(sequence_id)
         while not self._inbox.empty():
             self._inbox.get()()
         self._mailroom.flush()
-
-
-def _require_tokens(sequence: Sequence) -> None:
-    if not sequence.tokens:
-        raise InvalidArgument("cannot generate from an empty history; append at least one token first")
 
 
 def checked_tokens(tokens: Tokens[int], vocab_size: int) -> "array[int]":

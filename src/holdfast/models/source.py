@@ -40,6 +40,25 @@ class GGUFSource:
     def digest(self) -> str:
         return _digest(self.weight_files)
 
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        eos = self.file.value("tokenizer.ggml.eos_token_id")
+        return frozenset() if eos is None else frozenset({int(eos)})
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        keys = ("model", "pre", "tokens", "merges", "token_type")
+        return _text_hash(json.dumps([self.file.value(f"tokenizer.ggml.{key}") for key in keys]))
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        template: str | None = self.file.value("tokenizer.chat_template")
+        return template
+
+    @cached_property
+    def chat_template_hash(self) -> str:
+        return _text_hash(self.chat_template)
+
 
 @dataclass(frozen=True)
 class HFSource:
@@ -86,6 +105,34 @@ class HFSource:
         extra = [self.path / name for name in ("config.json", "tokenizer.json")]
         return _digest(self.weight_files + [path for path in extra if path.is_file()])
 
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The first file that names end tokens decides; one id or a list of them."""
+        for filename in ("generation_config.json", "config.json"):
+            ids = (self.read_json(filename) or {}).get("eos_token_id")
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        path = self.path / "tokenizer.json"
+        return _text_hash(path.read_text(encoding="utf-8") if path.is_file() else None)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        file = self.path / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = (self.read_json("tokenizer_config.json") or {}).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        return template
+
+    @cached_property
+    def chat_template_hash(self) -> str:
+        return _text_hash(self.chat_template)
+
 
 ModelSource = GGUFSource | HFSource
 
@@ -107,6 +154,11 @@ def open_model(argument: str = DEFAULT_MODEL) -> ModelSource:
     near = [name for name in BUNDLED if wanted and wanted in name] or difflib.get_close_matches(wanted, BUNDLED, n=1)
     hint = f"did you mean {near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
     raise ModelError(f"no model {argument!r}: not a bundled name, a GGUF file or a model directory ({hint})")
+
+
+def _text_hash(text: str | None) -> str:
+    """Empty where there is nothing to hash."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else ""
 
 
 def _digest(files: list[Path]) -> str:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import EngineInfo, KeysValues, Row
-from holdfast.engine.sampling import Pick, Sampled, sample_rows
+from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.window import Window
 from holdfast.errors import NonFiniteLogits
+from holdfast.generation import Sampled
 
 Logits = NDArray[np.float32]
 

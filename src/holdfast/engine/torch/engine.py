@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.engine.interface import EngineInfo, KeysValues, Row
-from holdfast.engine.sampling import Pick, Sampled, sample_rows
+from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.torch.attention import SlabAttention, SlabTensors, gather, scatter
 from holdfast.engine.torch.model import Decoder
 from holdfast.engine.torch.weights import TensorReader, load_weights, reader_for
 from holdfast.errors import InvalidArgument, NonFiniteLogits
+from holdfast.generation import Sampled
 from holdfast.models import Architecture, ModelSource
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

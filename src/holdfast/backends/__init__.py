@@ -1,0 +1,1 @@
+"""Where generation happens. Today: `embedded`, our own engine in this process."""

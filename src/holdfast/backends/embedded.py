@@ -1,0 +1,80 @@
+"""Sessions on our own engine. The only place above the engine that imports it."""
+
+from collections.abc import Sequence
+
+from holdfast.config import EngineConfig
+from holdfast.engine.stream import Stream
+from holdfast.engine.worker import Worker
+from holdfast.generation import Done, SamplingParams
+from holdfast.models import ModelSource
+from holdfast.sessions.ports import BackendView, ModelInfo
+
+
+class EmbeddedBackend:
+    """The worker behind the port that sessions know. Starts and stops with `start` and `stop`."""
+
+    def __init__(self, worker: Worker, model: ModelInfo) -> None:
+        self._worker = worker
+        self._model = model
+
+    def start(self) -> None:
+        self._worker.start()
+
+    def stop(self) -> None:
+        """Blocks for at most one step."""
+        self._worker.stop()
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def capacity(self) -> int:
+        return self._worker.engine.num_slabs
+
+    async def open(self, *, sink: int) -> int:
+        return await self._worker.open(sink=sink)
+
+    async def append(self, handle: int, tokens: Sequence[int]) -> Done:
+        return await self._worker.append(handle, tokens)
+
+    def generate(self, handle: int, params: SamplingParams, tokens: Sequence[int] = ()) -> Stream:
+        return self._worker.generate(handle, params, tokens)
+
+    async def fork(self, handle: int) -> int:
+        return await self._worker.fork(handle)
+
+    async def rewind(self, handle: int, length: int) -> int:
+        return (await self._worker.rewind(handle, length)).recomputed_tokens
+
+    async def close(self, handle: int) -> int:
+        return await self._worker.close(handle)
+
+    def view(self, handle: int) -> BackendView:
+        info = self._worker.info(handle)
+        return BackendView(
+            history_length=info.history_length,
+            num_dropped=info.num_dropped,
+            kv_live_bytes=info.kv_live_bytes,
+            kv_reserved_bytes=info.kv_reserved_bytes,
+            inv1_violations=info.inv1_violations,
+            inv2_violations=info.inv2_violations,
+            failure=info.failure,
+        )
+
+
+def describe(source: ModelSource, config: EngineConfig, worker: Worker) -> ModelInfo:
+    """The model as clients may see it."""
+    info = worker.engine.info
+    return ModelInfo(
+        name=source.name,
+        fingerprint=info.fingerprint,
+        vocab_size=info.vocab_size,
+        eos_token_ids=source.eos_token_ids,
+        tokenizer_hash=source.tokenizer_hash,
+        chat_template_hash=source.chat_template_hash,
+        sink=config.sink,
+        recent=config.recent,
+        max_pin=config.max_pin,
+        context=info.context,
+    )

@@ -1,0 +1,97 @@
+"""What a generation is asked for and what it answers. Shared by those who ask and those who compute."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast.errors import InvalidArgument
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one generation draws its tokens. `seed` fixes every draw; `choice` tells n-best siblings apart."""
+
+    seed: int
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    top_logprobs: int = 0
+    choice: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise InvalidArgument(f"{name} must be {rule}, got {getattr(self, name)}")
+
+        check("seed", 0 <= self.seed < 2**64, "between 0 and 2^64-1")
+        check("choice", 0 <= self.choice < 2**32, "between 0 and 2^32-1")
+        check("max_tokens", self.max_tokens >= 1, "1 or more")
+        check("temperature", 0 <= self.temperature < math.inf, "0 or more and finite")
+        check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        check("top_k", self.top_k >= 0, "0 (all) or more")
+        check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        check("presence_penalty", math.isfinite(self.presence_penalty), "finite")
+        check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
+        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 and finite")
+        check("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}")
+        check("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        for name in ("logit_bias", "stop_token_ids", "eos_token_ids"):
+            for token in getattr(self, name):
+                if not 0 <= token < vocab_size:
+                    raise InvalidArgument(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One drawn token. `logprob` is the model's own, before anything was applied; `sampling_logprob`
+    is under the distribution it was drawn from (greedy: certain, 0)."""
+
+    token: int
+    logprob: float
+    sampling_logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StopReason(StrEnum):
+    MAX_TOKENS = "max_tokens"
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """Positions `first` up to, not including, `end` can no longer be seen by the model."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The end of a run. `stop_reason` is None where nothing was to be sampled."""
+
+    stop_reason: StopReason | None
+    num_generated: int
+    history_length: int
+    num_dropped: int
+    prefill_tokens: int
+    prefill_duration_s: float
+    total_duration_s: float
+    seed: int | None
+
+
+Event = Sampled | Truncated | Done

@@ -1,0 +1,1 @@
+"""Numbers and words about a running server."""

@@ -1,0 +1,48 @@
+"""Everything that is counted, in one place, on a registry of its own."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_PREFIX = "holdfast"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+_BATCH = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(name, about, namespace=_PREFIX, registry=self.registry)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, labels, namespace=_PREFIX, registry=self.registry)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, about, namespace=_PREFIX, registry=self.registry, buckets=buckets)
+
+        self.session_active = gauge("session_active", "sessions with a live cache")
+        self.session_total = counter("session_total", "sessions by how they ended or began", "outcome")
+        self.session_evicted = counter("session_evicted_total", "sessions that had to go", "reason")
+        self.session_kv_live_bytes = gauge("session_kv_live_bytes", "cache that is visible to some session")
+        self.session_kv_reserved_bytes = gauge("session_kv_reserved_bytes", "cache that sessions hold")
+        self.session_history_tokens = gauge("session_history_tokens", "tokens in all histories")
+        self.generate_prefill_tokens = histogram(
+            "generate_prefill_tokens", "tokens computed before a generation's first", _TOKENS
+        )
+        self.generate_prefill_duration = histogram(
+            "generate_prefill_duration_seconds", "time to compute them", _SECONDS
+        )
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "from call to first token", _SECONDS)
+        self.inter_token = histogram("inter_token_seconds", "between two tokens of a generation", _SECONDS)
+        self.generated_tokens = counter("generated_tokens_total", "sampled tokens")
+        self.invariant_violations = counter("cache_invariant_violations_total", "must stay 0", "kind")
+        self.step_batch_size = histogram("step_batch_size", "sequences served by an engine step", _BATCH)
+        self.step_duration = histogram("step_duration_seconds", "time an engine step takes", _SECONDS)
+        self.queue_depth = gauge("queue_depth", "operations that are running or wait for the engine")
+        self.grpc_requests = counter("grpc_requests_total", "calls by method and result", "method", "code")
+        self.event_loop_lag = histogram("event_loop_lag_seconds", "how late the event loop runs", _SECONDS)
+
+    def observe_step(self, num_sequences: int, duration_s: float) -> None:
+        self.step_batch_size.observe(num_sequences)
+        self.step_duration.observe(duration_s)

@@ -1,0 +1,1 @@
+"""The doors: wire <-> sessions, one error table each, one set of keys."""

@@ -1,0 +1,123 @@
+"""Around every call: who is calling, one error table, one count. Bytes that are no message are the caller's fault."""
+
+import contextvars
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from holdfast.errors import HoldfastError, InvalidArgument
+from holdfast.observability.metrics import Metrics
+from holdfast.serving.grpc.status import abort, code_of
+from holdfast.serving.keys import LOCAL_OWNER, Keys
+
+logger = logging.getLogger(__name__)
+
+current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_owner", default=LOCAL_OWNER)
+
+Handler = Any  # grpc's RpcMethodHandler: which of its four behaviours is set tells its kind
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Guards the methods of one service; others (health, reflection) pass untouched."""
+
+    def __init__(self, service: str, keys: Keys, metrics: Metrics) -> None:
+        self._prefix = f"/{service}/"
+        self._keys = keys
+        self._metrics = metrics
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Handler]], details: Any) -> Handler:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(self._prefix):
+            return handler
+        method = details.method.removeprefix(self._prefix)
+        decode = _decoder(handler.request_deserializer)
+        encode = handler.response_serializer
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary, decode), None, encode)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                self._stream(method, handler.unary_stream, decode), None, encode
+            )
+        return grpc.stream_unary_rpc_method_handler(self._uploads(method, handler.stream_unary, decode), None, encode)
+
+    def _unary(self, method: str, behaviour: Any, decode: Any) -> Any:
+        async def call(data: bytes, context: Any) -> Any:
+            async with self._watched(method, context):
+                return await behaviour(decode(data), context)
+
+        return call
+
+    def _stream(self, method: str, behaviour: Any, decode: Any) -> Any:
+        async def call(data: bytes, context: Any) -> AsyncIterator[Any]:
+            async with self._watched(method, context):
+                messages = behaviour(decode(data), context)
+                try:
+                    async for message in messages:
+                        yield message
+                finally:
+                    await messages.aclose()
+
+        return call
+
+    def _uploads(self, method: str, behaviour: Any, decode: Any) -> Any:
+        async def call(chunks: AsyncIterator[bytes], context: Any) -> Any:
+            async def decoded() -> AsyncIterator[Any]:
+                async for chunk in chunks:
+                    yield decode(chunk)
+
+            async with self._watched(method, context):
+                return await behaviour(decoded(), context)
+
+        return call
+
+    def _watched(self, method: str, context: Any) -> "_Watch":
+        return _Watch(method, context, self._keys, self._metrics)
+
+
+class _Watch:
+    """Authenticates on the way in; on the way out counts the call and turns errors into statuses."""
+
+    def __init__(self, method: str, context: Any, keys: Keys, metrics: Metrics) -> None:
+        self._method = method
+        self._context = context
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __aenter__(self) -> None:
+        try:
+            metadata = dict(self._context.invocation_metadata() or ())
+            current_owner.set(self._keys.owner_of(metadata.get("authorization")))
+        except HoldfastError as exc:
+            await self._abort(exc)
+
+    async def __aexit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
+        if exc is None:
+            self._count("OK")
+        elif isinstance(exc, HoldfastError):
+            await self._abort(exc)
+        elif isinstance(exc, Exception):
+            self._count("INTERNAL")
+            logger.error("%s failed", self._method, exc_info=exc)
+            await self._context.abort(grpc.StatusCode.INTERNAL, "an error of the server's own; it was logged")
+        else:  # cancelled: the client is gone or out of time
+            self._count("CANCELLED")
+
+    async def _abort(self, error: HoldfastError) -> None:
+        self._count(code_of(error).name)
+        await abort(self._context, error)
+
+    def _count(self, code: str) -> None:
+        self._metrics.grpc_requests.labels(self._method, code).inc()
+
+
+def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as exc:
+            raise InvalidArgument("the request is not a message of this method") from exc
+
+    return decode

@@ -1,0 +1,74 @@
+"""A grpc.aio server over a runtime, with health checking and reflection."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from holdfast.config import ServeConfig
+from holdfast.errors import ConfigError
+from holdfast.serving.grpc.gen import runtime_pb2
+from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+from holdfast.serving.grpc.interceptor import Guard
+from holdfast.serving.grpc.service import RuntimeService
+from holdfast.serving.keys import Keys
+from holdfast.sessions.runtime import Runtime
+
+SERVICE: str = runtime_pb2.DESCRIPTOR.services_by_name["RuntimeService"].full_name
+_MAX_REQUEST_BYTES = 64 * 1024 * 1024
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcDoor:
+    """A server that is not started yet, the port it got, and its health."""
+
+    server: Any
+    port: int
+    health: Any
+
+    async def start(self) -> None:
+        await self.server.start()
+        await self.set_serving(True)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        for service in ("", SERVICE):
+            await self.health.set(service, _SERVING if is_serving else _NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        await self.server.stop(grace_s)
+
+
+def create_server(runtime: Runtime, config: ServeConfig, keys: Keys | None = None) -> GrpcDoor:
+    """Binds at once; a port that is taken is a ConfigError."""
+    options = [
+        ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+        ("grpc.so_reuseport", 0),  # two servers on one port would share calls at random
+    ]
+    server = grpc.aio.server(interceptors=[Guard(SERVICE, keys or Keys(), runtime.metrics)], options=options)
+    rpc.add_RuntimeServiceServicer_to_server(RuntimeService(runtime), server)  # type: ignore[no-untyped-call]
+    servicer = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = _bind(server, config)
+    except RuntimeError as exc:
+        raise ConfigError(f"cannot listen on {config.grpc}: the address is taken or not ours; choose another") from exc
+    return GrpcDoor(server, port, servicer)
+
+
+def _bind(server: Any, config: ServeConfig) -> int:
+    if not config.tls_cert and not config.tls_key:
+        return int(server.add_insecure_port(config.grpc))
+    if not (config.tls_cert and config.tls_key):
+        raise ConfigError("TLS needs both --tls-cert and --tls-key")
+    try:
+        key, chain = (Path(path).read_bytes() for path in (config.tls_key, config.tls_cert))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {exc.filename}: {exc.strerror}") from exc
+    return int(server.add_secure_port(config.grpc, grpc.ssl_server_credentials([(key, chain)])))

@@ -1,0 +1,154 @@
+"""RuntimeService: one method an RPC, each a translation and a call of the runtime."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from holdfast.errors import InvalidArgument, Unimplemented
+from holdfast.serving.grpc import convert
+from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+from holdfast.serving.grpc.interceptor import current_owner
+from holdfast.sessions.runtime import Runtime
+
+Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
+
+_PAGE, _MAX_PAGE = 100, 1000
+_LATER = "exporting and importing sessions comes with the journal"
+
+
+class RuntimeService(rpc.RuntimeServiceServicer):
+    """Owners come from the interceptor; errors are raised and translated there."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
+        view = await self._runtime.create(
+            current_owner.get(),
+            label=request.client_label,
+            eos_token_ids=request.eos_token_ids,
+            tokens=list(request.token_ids),
+            pin_tokens=request.pin_tokens if request.HasField("pin_tokens") else None,
+            metadata=request.metadata,
+        )
+        return pb.CreateSessionResponse(
+            session_id=view.session_id,
+            sink=view.sink,
+            recent=view.recent,
+            kv_reserved_bytes=view.kv_reserved_bytes,
+            model_fingerprint=self._runtime.model.fingerprint,
+            history_length=view.history_length,
+        )
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        return convert.model_info(self._runtime.model)
+
+    async def AppendTokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
+        done = await self._runtime.append(
+            request.session_id,
+            current_owner.get(),
+            list(request.token_ids),
+            expected_length=_optional(request, "expected_history_length"),
+        )
+        return pb.AppendTokensResponse(
+            history_length=done.history_length,
+            prefilled_tokens=done.prefill_tokens,
+            prefill_duration_seconds=done.prefill_duration_s,
+        )
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        async for event in self._generate(request, []):
+            yield event
+
+    async def Turn(self, request: pb.TurnRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        if not request.token_ids:
+            raise InvalidArgument("token_ids: a turn needs at least one token; use Generate to go on without")
+        async for event in self._generate(request, list(request.token_ids)):
+            yield event
+
+    async def _generate(
+        self, request: pb.GenerateRequest | pb.TurnRequest, tokens: list[int]
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        owner = current_owner.get()
+        eos = self._runtime.eos_token_ids(request.session_id, owner)
+        batches = self._runtime.generate(
+            request.session_id,
+            owner,
+            convert.sampling_params(request.sampling, request.max_tokens, eos),
+            tokens=tokens,
+            expected_length=_optional(request, "expected_history_length"),
+        )
+        async with contextlib.aclosing(batches):
+            async for batch in batches:
+                for value in batch:
+                    yield convert.event(value)
+
+    async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
+        view, recomputed = await self._runtime.fork(
+            request.session_id,
+            current_owner.get(),
+            at_position=_optional(request, "at_position"),
+            label=request.client_label,
+        )
+        return pb.ForkSessionResponse(
+            session_id=view.session_id, history_length=view.history_length, recomputed_tokens=recomputed
+        )
+
+    async def RewindSession(self, request: pb.RewindSessionRequest, context: Context) -> pb.RewindSessionResponse:
+        rewound = await self._runtime.rewind(request.session_id, current_owner.get(), request.to_position)
+        return pb.RewindSessionResponse(
+            history_length=rewound.history_length, recomputed_tokens=rewound.recomputed_tokens
+        )
+
+    async def GetSessionInfo(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.SessionInfo:
+        return convert.session_info(self._runtime.info(request.session_id, current_owner.get()))
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
+        size = request.page_size or _PAGE
+        if not 1 <= size <= _MAX_PAGE:
+            raise InvalidArgument(f"page_size must be 1 to {_MAX_PAGE}, got {size}")
+        state = convert.state_filter(request)
+        views = [
+            view
+            for view in self._runtime.list_sessions(current_owner.get(), after=_page_number(request.page_token))
+            if (not request.HasField("client_label") or view.label == request.client_label)
+            and (state is None or view.state is state)
+        ]
+        return pb.ListSessionsResponse(
+            sessions=[convert.session_info(view) for view in views[:size]],
+            next_page_token=str(views[size - 1].number) if len(views) > size else "",
+        )
+
+    async def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> AsyncIterator[pb.HistoryChunk]:
+        pieces = self._runtime.history(
+            request.session_id,
+            current_owner.get(),
+            _optional(request, "from_position") or 0,
+            _optional(request, "to_position"),
+        )
+        for piece in pieces:
+            yield convert.history_chunk(piece)
+
+    async def ExportSession(self, request: pb.ExportSessionRequest, context: Context) -> AsyncIterator[pb.SessionChunk]:
+        raise Unimplemented(_LATER)
+        yield  # an async generator, like every streaming method
+
+    async def ImportSession(
+        self, request_iterator: AsyncIterator[pb.SessionChunk], context: Context
+    ) -> pb.ImportSessionResponse:
+        raise Unimplemented(_LATER)
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        length = await self._runtime.close(request.session_id, current_owner.get())
+        return pb.CloseSessionResponse(final_history_length=length)
+
+
+def _optional(request: Any, field: str) -> int | None:
+    return getattr(request, field) if request.HasField(field) else None
+
+
+def _page_number(token: str) -> int:
+    if token and not (token.isascii() and token.isdigit() and len(token) < 20):
+        raise InvalidArgument("page_token: not one that this server has given")
+    return int(token or 0)

@@ -1,0 +1,91 @@
+"""Who is calling. A key has an owner; sessions belong to owners."""
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.errors import ConfigError, Unauthenticated
+
+LOCAL_OWNER = "local"  # everyone, where no keys are set
+
+
+class Keys:
+    """API keys by owner. Only digests are kept, and compared in constant time."""
+
+    def __init__(self, owners: Mapping[str, str] | None = None) -> None:
+        """`owners`: key -> owner. Empty: no key is needed."""
+        self._owners = {_digest(key): owner for key, owner in (owners or {}).items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def owner_of(self, authorization: str | None) -> str:
+        """The owner for an `authorization` header or metadata value."""
+        if not self._owners:
+            return LOCAL_OWNER
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthenticated("an API key is needed: send 'authorization: Bearer KEY'")
+        given, found = _digest(key.strip()), None
+        for digest, owner in self._owners.items():  # all of them, so that time tells nothing
+            if hmac.compare_digest(digest, given):
+                found = owner
+        if found is None:
+            raise Unauthenticated("this API key is not known here")
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def read_keys(path: str) -> Keys:
+    """Keys from a file of OWNER:KEY lines; blank lines and # comments are passed over."""
+    if not path:
+        return Keys()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the keys file {path}: {exc}") from exc
+    owners: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        owner, separator, key = line.strip().partition(":")
+        if not separator or not owner or not key:
+            raise ConfigError(f"line {number} of {path} is not OWNER:KEY")
+        if key in owners:
+            raise ConfigError(f"line {number} of {path} repeats a key")
+        owners[key] = owner
+    if not owners:
+        raise ConfigError(f"{path} holds no keys")
+    return Keys(owners)
+
+
+def check_bind(address: str, keys: Keys, *, insecure: bool) -> None:
+    """Refuse to open a door to the world without keys."""
+    host = split_address(address)[0]
+    if keys or insecure or _is_loopback(host):
+        return
+    raise ConfigError(
+        f"refusing to listen on {address} without keys: anyone could use it; "
+        "give --keys-file, listen on 127.0.0.1, or say --insecure"
+    )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,133 @@
+"""Both doors in one process under one lifecycle: start, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from holdfast.backends.embedded import EmbeddedBackend
+from holdfast.config import ServeConfig
+from holdfast.errors import ConfigError
+from holdfast.observability.metrics import Metrics
+from holdfast.serving.grpc import GrpcDoor, create_server
+from holdfast.serving.http import create_app
+from holdfast.serving.keys import check_bind, read_keys, split_address
+from holdfast.sessions.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+_LAG_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Where a running server listens."""
+
+    grpc: str
+    http: str | None
+
+
+async def serve(
+    backend: EmbeddedBackend,
+    config: ServeConfig,
+    metrics: Metrics,
+    on_ready: Callable[[Doors], None] = lambda doors: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then drain: admit nothing new, let running work end, stop."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    async with running(backend, config, metrics) as doors:
+        on_ready(doors)
+        await stopping.wait()
+        logger.info("draining")
+
+
+@contextlib.asynccontextmanager
+async def running(backend: EmbeddedBackend, config: ServeConfig, metrics: Metrics) -> AsyncIterator[Doors]:
+    """A whole server for as long as the context lasts; leaving it drains."""
+    keys = read_keys(config.keys_file)
+    addresses = [address for address in (config.grpc, config.http) if address]
+    for address in addresses:
+        check_bind(address, keys, insecure=config.insecure)
+    runtime = Runtime(backend, idle_ttl_s=config.idle_ttl_s, metrics=metrics)
+    door = create_server(runtime, config, keys)
+    is_draining = False
+    http = _http_server(runtime, config, lambda: not is_draining)
+    backend.start()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(runtime.reap()), group.create_task(_watch_lag(metrics))]
+            if http:
+                tasks.append(group.create_task(http.server.serve(sockets=[http.socket])))
+            await door.start()
+            try:
+                yield Doors(_shown(config.grpc, door.port), http.address if http else None)
+            finally:
+                is_draining = True
+                await _drain(runtime, door, config.drain_s)
+                if http:
+                    http.server.should_exit = True
+                for task in tasks[:2]:
+                    task.cancel()
+    finally:
+        await asyncio.to_thread(backend.stop)
+
+
+async def _drain(runtime: Runtime, door: GrpcDoor, drain_s: float) -> None:
+    await door.set_serving(False)
+    if not await runtime.drain(drain_s):
+        logger.warning("some generations were still running after %g s and are cancelled", drain_s)
+    await door.stop(grace_s=0.5)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process that serves both doors."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _HttpServer:
+    server: uvicorn.Server
+    socket: socket.socket
+    address: str
+
+
+def _http_server(runtime: Runtime, config: ServeConfig, is_ready: Callable[[], bool]) -> _HttpServer | None:
+    if not config.http:
+        return None
+    host, port = split_address(config.http)
+    try:
+        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on {config.http}: {exc.strerror}; choose another --http") from exc
+    settings = uvicorn.Config(
+        create_app(runtime, is_ready=is_ready),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
+    )
+    return _HttpServer(_Uvicorn(settings), bound, _shown(config.http, bound.getsockname()[1]))
+
+
+def _shown(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _watch_lag(metrics: Metrics) -> None:
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(_LAG_INTERVAL_S)
+        metrics.event_loop_lag.observe(max(0.0, time.perf_counter() - started - _LAG_INTERVAL_S))

@@ -1,0 +1,1 @@
+"""Sessions: history, spans, gate, store. Pure Python: no tensors, no wire."""

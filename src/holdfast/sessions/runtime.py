@@ -1,0 +1,332 @@
+"""What every door calls: create, append, generate, fork, rewind, info, close. All on one event loop."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import Draining, HistoryConflict, InvalidArgument, SessionFailed
+from holdfast.generation import Done, Event, Sampled, SamplingParams
+from holdfast.observability.metrics import Metrics
+from holdfast.sessions.ports import Backend, EventStream, ModelInfo
+from holdfast.sessions.session import Session
+from holdfast.sessions.spans import SpanPiece
+from holdfast.sessions.store import Store, new_session_id
+from holdfast.sessions.turn import Turn
+from holdfast.sessions.view import SessionView, view_of
+
+_PIECE_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    history_length: int
+    recomputed_tokens: int
+
+
+class Runtime:
+    """Sessions on a backend. Every method raises at once where the session is unknown, closed or busy."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        idle_ttl_s: float = 0,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._store = Store(backend.capacity)
+        self._idle_ttl_s = idle_ttl_s
+        self._clock = clock
+        self._is_draining = False
+        self._settling: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._num_running = 0
+        self._all_idle = asyncio.Event()
+        self._all_idle.set()
+        self.metrics = metrics or Metrics()
+        self._observe_sessions()
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._backend.model
+
+    async def create(
+        self,
+        owner: str,
+        *,
+        label: str = "",
+        eos_token_ids: Sequence[int] = (),
+        tokens: Sequence[int] = (),
+        pin_tokens: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SessionView:
+        """A new session with an id of ours; the idle session that was used least recently may go for it."""
+        self._check_open()
+        for token in eos_token_ids:
+            if not 0 <= token < self.model.vocab_size:
+                raise InvalidArgument(f"eos_token_ids: {token} is outside the vocabulary of {self.model.vocab_size}")
+        sink = self.model.sink if pin_tokens is None else pin_tokens
+        if not 0 <= sink <= self.model.max_pin:
+            raise InvalidArgument(f"pin_tokens must be 0 to {self.model.max_pin}, got {sink}")
+        session = await self._place(
+            lambda: self._backend.open(sink=sink),
+            owner=owner,
+            sink=sink,
+            label=label,
+            eos_token_ids=frozenset(eos_token_ids) or self.model.eos_token_ids,
+            metadata=dict(metadata or {}),
+        )
+        if tokens:
+            try:
+                await self.append(session.id, owner, tokens)
+            except BaseException:
+                await self._remove(session, "closed")
+                raise
+        return self._view(session)
+
+    async def append(
+        self, session_id: str, owner: str, tokens: Sequence[int], *, expected_length: int | None = None
+    ) -> Done:
+        """Add given tokens and compute them. A caller who leaves does not take the tokens back."""
+        session = self._enter(session_id, owner, expected_length)
+        task = asyncio.ensure_future(self._backend.append(session.handle, tokens))
+        settled = self._settle(session, self._end_append(session, task, tokens))
+        try:
+            await asyncio.shield(settled)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return await task
+
+    async def _end_append(self, session: Session, task: "asyncio.Task[Done]", tokens: Sequence[int]) -> None:
+        await asyncio.gather(task, return_exceptions=True)
+        before = len(session.history)
+        if not session.gate.is_closed and self._backend.view(session.handle).history_length == before + len(tokens):
+            session.history.give(tokens)
+
+    async def generate(
+        self,
+        session_id: str,
+        owner: str,
+        params: SamplingParams,
+        *,
+        tokens: Sequence[int] = (),
+        expected_length: int | None = None,
+    ) -> AsyncGenerator[list[Event], None]:
+        """Append `tokens`, then sample: event batches, the last ending with Done.
+
+        Close the iterator to cancel; what was given and sampled until then stays.
+        """
+        session = self._enter(session_id, owner, expected_length)
+        started = self._clock()
+        turn = Turn(session, tokens)
+        stream = None
+        try:
+            stream = self._backend.generate(session.handle, params, tokens)
+            await stream.__aenter__()
+            last = started
+            async for batch in stream:
+                last = self._observe_batch(batch, started, last, is_first=not turn.num_sampled)
+                turn.record(batch)
+                yield batch
+        finally:
+            await asyncio.shield(self._settle(session, self._end_generate(turn, stream)))
+
+    async def _end_generate(self, turn: Turn, stream: EventStream | None) -> None:
+        if stream is None:
+            return
+        await stream.__aexit__(None, None, None)
+        if not turn.session.gate.is_closed:
+            turn.record(stream.rest(), backend_length=self._backend.view(turn.session.handle).history_length)
+
+    async def rewind(self, session_id: str, owner: str, length: int) -> Rewound:
+        """Forget the tokens from `length` on; explicit, and counted."""
+        session = self._enter(session_id, owner, None)
+        task = asyncio.ensure_future(self._backend.rewind(session.handle, length))
+        settled = self._settle(session, self._end_rewind(session, task, length))
+        try:
+            await asyncio.shield(settled)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return Rewound(length, await task)
+
+    async def _end_rewind(self, session: Session, task: "asyncio.Task[int]", length: int) -> None:
+        await asyncio.gather(task, return_exceptions=True)
+        if not session.gate.is_closed and self._backend.view(session.handle).history_length == length:
+            session.history.rewind(length)
+            session.num_rewinds += 1
+
+    async def fork(
+        self, session_id: str, owner: str, *, at_position: int | None = None, label: str = ""
+    ) -> tuple[SessionView, int]:
+        """A new session with the same past, and how many tokens had to be computed again for it."""
+        source = self._enter(session_id, owner, None)
+        try:
+            length = len(source.history) if at_position is None else at_position
+            if not 0 <= length <= len(source.history):
+                raise InvalidArgument(f"at_position must be 0 to {len(source.history)}, got {length}")
+            fork = await self._place(
+                lambda: self._backend.fork(source.handle),
+                owner=owner,
+                sink=source.sink,
+                label=label or source.label,
+                eos_token_ids=source.eos_token_ids,
+                metadata=source.metadata,
+            )
+            fork.history = source.history.copy(len(source.history))
+        finally:
+            self._leave(source)
+        recomputed = 0
+        if length < len(fork.history):
+            try:
+                recomputed = (await self.rewind(fork.id, owner, length)).recomputed_tokens
+            except BaseException:
+                await self._remove(fork, "closed")
+                raise
+        return self._view(fork), recomputed
+
+    def info(self, session_id: str, owner: str) -> SessionView:
+        """How the session stands. Never waits, also while it is busy."""
+        return self._view(self._store.get(session_id, owner))
+
+    def eos_token_ids(self, session_id: str, owner: str) -> frozenset[int]:
+        """The tokens that end a generation of this session."""
+        return self._store.get(session_id, owner).eos_token_ids
+
+    def list_sessions(self, owner: str, *, after: int = 0) -> list[SessionView]:
+        """The owner's sessions, oldest first, from the one after number `after` on."""
+        return [self._view(session) for session in self._store if session.owner == owner and session.number > after]
+
+    def history(self, session_id: str, owner: str, start: int = 0, end: int | None = None) -> list[SpanPiece]:
+        """A copy of the history, span by span, the part that left the window included."""
+        history = self._store.get(session_id, owner).history
+        end = len(history) if end is None else end
+        if not 0 <= start <= end <= len(history):
+            raise InvalidArgument(f"the range {start} to {end} is not within the history of {len(history)} tokens")
+        return list(history.pieces(start, end, limit=_PIECE_TOKENS))
+
+    async def close(self, session_id: str, owner: str) -> int:
+        """Free everything; what runs is cancelled first. Returns the final history length."""
+        return await self._remove(self._store.get(session_id, owner), "closed")
+
+    async def reap(self) -> None:
+        """Close sessions that have been idle for too long, for ever. A task of the server's."""
+        while self._idle_ttl_s:
+            await asyncio.sleep(min(self._idle_ttl_s / 4, 30))
+            for session in self._store.idle_longer_than(self._idle_ttl_s):
+                await self._remove(session, "expired")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Admit nothing new, wait for what runs. False where something still ran at the end."""
+        self._is_draining = True
+        try:
+            await asyncio.wait_for(self._all_idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    # Inside
+
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise Draining("the server is shutting down; try another one")
+
+    def _enter(self, session_id: str, owner: str, expected_length: int | None) -> Session:
+        self._check_open()
+        session = self._store.get(session_id, owner)
+        session.enter()
+        if expected_length is not None and expected_length != len(session.history):
+            session.leave()
+            raise HistoryConflict(expected=expected_length, actual=len(session.history))
+        self._num_running += 1
+        self._all_idle.clear()
+        return session
+
+    def _leave(self, session: Session) -> None:
+        session.leave()
+        self._num_running -= 1
+        if not self._num_running:
+            self._all_idle.set()
+
+    def _settle(self, session: Session, ending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Bring an operation to its end whoever still waits; only then is the session free again."""
+
+        async def settle() -> None:
+            try:
+                await ending
+                if not session.gate.is_closed:
+                    self._check(session)
+            finally:
+                self._leave(session)
+
+        task = asyncio.ensure_future(settle())
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        return task
+
+    def _check(self, session: Session) -> None:
+        view = self._backend.view(session.handle)
+        if view.failure and not session.failure:
+            session.failure = view.failure
+            for kind in ("inv1", "inv2"):
+                if getattr(view, f"{kind}_violations"):
+                    self.metrics.invariant_violations.labels(kind).inc()
+        try:
+            session.check(view.history_length)
+        except SessionFailed:
+            self.metrics.invariant_violations.labels("inv1").inc()
+            raise
+
+    async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]], **fields: Any) -> Session:
+        """Make room, open, and keep; whatever happens in between, no place is lost."""
+        victim = self._store.claim_place()
+        try:
+            if victim is not None:
+                self.metrics.session_evicted.labels("capacity").inc()
+                self.metrics.session_total.labels("evicted").inc()
+                await self._backend.close(victim.handle)
+            handle = await opening()
+        except BaseException:
+            self._store.release_place()
+            raise
+        number = next(self._numbers)
+        session = Session(id=new_session_id(), number=number, handle=handle, clock=self._clock, **fields)
+        self._store.add(session)
+        self.metrics.session_total.labels("created").inc()
+        return session
+
+    async def _remove(self, session: Session, why: str) -> int:
+        self._store.remove(session, why)
+        self.metrics.session_total.labels(why).inc()
+        return await asyncio.shield(asyncio.ensure_future(self._backend.close(session.handle)))
+
+    def _view(self, session: Session) -> SessionView:
+        return view_of(session, self._backend.view(session.handle), self.model.recent)
+
+    def _observe_batch(self, batch: Sequence[Event], started: float, last: float, *, is_first: bool) -> float:
+        now = self._clock()
+        num = sum(isinstance(event, Sampled) for event in batch)
+        self.metrics.generated_tokens.inc(num)
+        if num and is_first:
+            self.metrics.time_to_first_token.observe(now - started)
+        elif num:
+            self.metrics.inter_token.observe((now - last) / num)
+        if isinstance(done := batch[-1], Done):
+            self.metrics.generate_prefill_tokens.observe(done.prefill_tokens)
+            self.metrics.generate_prefill_duration.observe(done.prefill_duration_s)
+        return now
+
+    def _observe_sessions(self) -> None:
+        def total(field: str) -> Callable[[], float]:
+            return lambda: float(sum(getattr(self._view(session), field) or 0 for session in self._store))
+
+        self.metrics.session_active.set_function(lambda: float(len(self._store)))
+        self.metrics.session_kv_live_bytes.set_function(total("kv_live_bytes"))
+        self.metrics.session_kv_reserved_bytes.set_function(total("kv_reserved_bytes"))
+        self.metrics.session_history_tokens.set_function(total("history_length"))
+        self.metrics.queue_depth.set_function(lambda: float(self._num_running))

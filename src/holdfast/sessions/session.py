@@ -1,0 +1,60 @@
+"""One session: what was said, what it is bound to, and whether the two agree."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from holdfast.errors import SessionFailed
+from holdfast.sessions.gate import Gate
+from holdfast.sessions.spans import History, SpanKind
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """Mutable; touched only on the event loop that serves it, by whoever holds its gate."""
+
+    id: str
+    number: int  # in order of creation
+    owner: str
+    handle: int
+    sink: int
+    eos_token_ids: frozenset[int]
+    clock: Callable[[], float]
+    label: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    gate: Gate = field(init=False)
+    inv1_violations: int = 0
+    num_rewinds: int = 0
+    failure: str | None = None
+    last_used: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self.id)
+        self.last_used = self.clock()
+
+    def enter(self) -> None:
+        """Claim the session for one operation. Raises at once where it is closed, busy or failed."""
+        self.gate.enter()
+        if self.failure:
+            self.gate.leave()
+            raise SessionFailed(f"session {self.id} has failed: {self.failure}")
+
+    def leave(self) -> None:
+        self.last_used = self.clock()
+        self.gate.leave()
+
+    def check(self, backend_length: int) -> None:
+        """INV-1 between session and backend; a session that breaks it is failed for good, never reset."""
+        if backend_length != len(self.history):
+            self.inv1_violations += 1
+            self.failure = f"INV-1: the session has {len(self.history)} tokens, its backend {backend_length}"
+            raise SessionFailed(f"session {self.id} has failed: {self.failure}")
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self.gate.is_busy else self.clock() - self.last_used
+
+    def count(self, kind: SpanKind) -> tuple[int, int]:
+        """How many spans of `kind` there are, and how many tokens in them."""
+        spans = [span for span in self.history.spans if span.kind is kind]
+        return len(spans), sum(span.length for span in spans)

@@ -1,0 +1,107 @@
+"""A token history in spans: runs of given tokens, runs of sampled ones with their logprobs."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast.generation import Sampled, StopReason
+
+
+class SpanKind(StrEnum):
+    GIVEN = "given"
+    SAMPLED = "sampled"
+
+
+@dataclass(slots=True)
+class Span:
+    """Tokens from `start` on. A sampled span has two logprobs a token, and a stop reason once it ended."""
+
+    kind: SpanKind
+    start: int
+    length: int = 0
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    sampling_logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    stop_reason: StopReason | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPiece:
+    """A copy of part of a span."""
+
+    start: int
+    kind: SpanKind
+    tokens: list[int]
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    stop_reason: StopReason | None  # only on the piece that holds the span's last token
+
+
+class History:
+    """All tokens of a session, append-only but for `rewind`."""
+
+    def __init__(self) -> None:
+        self._tokens = array("i")
+        self.spans: list[Span] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def give(self, tokens: Sequence[int]) -> None:
+        if not self.spans or self.spans[-1].kind is not SpanKind.GIVEN:
+            self.spans.append(Span(SpanKind.GIVEN, len(self._tokens)))
+        self._tokens.extend(tokens)
+        self.spans[-1].length += len(tokens)
+
+    def begin_sampled(self) -> Span:
+        """A new sampled span; it stays only if something is sampled into it."""
+        return Span(SpanKind.SAMPLED, len(self._tokens))
+
+    def sample(self, span: Span, token: Sampled) -> None:
+        if not span.length:
+            self.spans.append(span)
+        self._tokens.append(token.token)
+        span.length += 1
+        span.logprobs.append(token.logprob)
+        span.sampling_logprobs.append(token.sampling_logprob)
+
+    def rewind(self, length: int) -> None:
+        del self._tokens[length:]
+        while self.spans and self.spans[-1].start >= length:
+            self.spans.pop()
+        if self.spans and self.spans[-1].end > length:
+            last = self.spans[-1]
+            last.length = length - last.start
+            last.stop_reason = None
+            del last.logprobs[last.length :], last.sampling_logprobs[last.length :]
+
+    def copy(self, length: int) -> "History":
+        """An independent history of the first `length` tokens."""
+        other = History()
+        other._tokens = self._tokens[:]
+        other.spans = [
+            Span(s.kind, s.start, s.length, s.logprobs[:], s.sampling_logprobs[:], s.stop_reason) for s in self.spans
+        ]
+        other.rewind(length)
+        return other
+
+    def pieces(self, start: int, end: int, *, limit: int) -> Iterator[SpanPiece]:
+        """The tokens from `start` to `end`, span by span, at most `limit` a piece. Copies as it goes."""
+        for span in self.spans:
+            first = max(start, span.start)
+            while first < min(end, span.end):
+                last = min(end, span.end, first + limit)
+                inner = slice(first - span.start, last - span.start)
+                yield SpanPiece(
+                    first,
+                    span.kind,
+                    self._tokens[first:last].tolist(),
+                    span.logprobs[inner].tolist(),
+                    span.sampling_logprobs[inner].tolist(),
+                    span.stop_reason if last == span.end else None,
+                )
+                first = last

@@ -1,0 +1,61 @@
+"""What can be said about a session at one moment, for any door."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast.sessions.ports import BackendView
+from holdfast.sessions.session import Session
+from holdfast.sessions.spans import SpanKind
+
+
+class SessionState(StrEnum):
+    LIVE = "live"
+    PARKED = "parked"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionView:
+    session_id: str
+    number: int
+    label: str
+    metadata: Mapping[str, str]
+    state: SessionState
+    is_busy: bool
+    history_length: int
+    dropped_token_count: int
+    sink: int
+    recent: int
+    kv_live_bytes: int | None
+    kv_reserved_bytes: int | None
+    inv1_violations: int
+    inv2_violations: int
+    idle_s: float
+    given: tuple[int, int]  # spans, tokens
+    sampled: tuple[int, int]
+    failure: str
+
+
+def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
+    failure = session.failure or backend.failure or ""
+    return SessionView(
+        session_id=session.id,
+        number=session.number,
+        label=session.label,
+        metadata=session.metadata,
+        state=SessionState.FAILED if failure else SessionState.LIVE,
+        is_busy=session.gate.is_busy,
+        history_length=len(session.history),
+        dropped_token_count=max(0, len(session.history) - session.sink - recent),
+        sink=session.sink,
+        recent=recent,
+        kv_live_bytes=backend.kv_live_bytes,
+        kv_reserved_bytes=backend.kv_reserved_bytes,
+        inv1_violations=session.inv1_violations + backend.inv1_violations,
+        inv2_violations=backend.inv2_violations,
+        idle_s=session.idle_s,
+        given=session.count(SpanKind.GIVEN),
+        sampled=session.count(SpanKind.SAMPLED),
+        failure=failure,
+    )

@@ -1,0 +1,184 @@
+"""`holdfast serve` as a process: banner, a chat against it, drain, and what it refuses."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from holdfast.cli import main
+from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+
+COMMAND = [sys.executable, "-m", "holdfast.cli"]
+OPTIONS = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--recent", "64", "--max-pin", "16", "--sessions", "3"]
+
+
+@dataclass
+class Process:
+    process: "subprocess.Popen[str]"
+    banner: str
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        assert self.process.stderr
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        self.process.stderr.close()
+        return status
+
+    @property
+    def grpc(self) -> str:
+        found = re.search(r"gRPC\s+(\S+)", self.banner)
+        assert found
+        return found.group(1)
+
+    @property
+    def http(self) -> str:
+        found = re.search(r"http://(\S+)/metrics", self.banner)
+        assert found
+        return found.group(1)
+
+
+def start(*options: str, env: dict[str, str] | None = None) -> Process:
+    process = subprocess.Popen(
+        [*COMMAND, "serve", *OPTIONS, *options], stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
+    )
+    assert process.stderr
+    banner = ""
+    while "Ctrl-C" not in banner:
+        line = process.stderr.readline()
+        assert line, f"the server ended with {process.wait()}: {banner}"
+        banner += line
+    return Process(process, banner)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Process]:
+    running = start()
+    yield running
+    assert running.stop() == 0
+
+
+def test_the_banner_says_where_the_doors_are_and_what_to_try(server: Process) -> None:
+    assert "3 sessions of 4 + 64 tokens" in server.banner
+    assert f"holdfast chat --server {server.grpc}" in server.banner
+    assert httpx.get(f"http://{server.http}/readyz").status_code == 200
+
+
+def test_the_command_of_the_banner_works(server: Process) -> None:
+    ask = [*COMMAND, "chat", "--server", server.grpc, "--temperature", "0", "--max-tokens", "20"]
+    lines = "What is the capital of France?\n/info\nAnd of Italy?\nAnd of Spain?\n/quit\n"
+    done = subprocess.run(ask, input=lines, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert "tokens of history" in done.stderr
+    assert "have left the window" in done.stderr
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        assert not stub.ListSessions(pb.ListSessionsRequest()).sessions  # the chat closed its session
+
+
+def test_chat_says_what_is_wrong_with_a_server(server: Process, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "hi", "--server", "127.0.0.1:1"]) == 1
+    assert "is `holdfast serve` running there?" in capsys.readouterr().err
+    assert main(["chat", "hi", "--server", server.grpc, "--max-tokens", "5", "--system", "x " * 9]) == 0
+
+
+def test_a_client_killed_in_mid_stream_leaves_a_working_session(server: Process) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        session = stub.CreateSession(pb.CreateSessionRequest(token_ids=[1, 9690, 198])).session_id
+        client = (
+            "import sys, grpc\n"
+            "from holdfast.serving.grpc.gen import runtime_pb2 as pb, runtime_pb2_grpc as rpc\n"
+            "stub = rpc.RuntimeServiceStub(grpc.insecure_channel(sys.argv[1]))\n"
+            "for e in stub.Generate(pb.GenerateRequest(session_id=sys.argv[2], max_tokens=100000)):\n"
+            "    print(e.token.token_id, flush=True)\n"
+        )
+        doomed = subprocess.Popen(
+            [sys.executable, "-c", client, server.grpc, session], stdout=subprocess.PIPE, text=True
+        )
+        assert doomed.stdout
+        streamed = [int(doomed.stdout.readline()) for _ in range(4)]
+        doomed.kill()
+        doomed.wait()
+        doomed.stdout.close()
+        info = pb.GetSessionInfoRequest(session_id=session)
+        while stub.GetSessionInfo(info).busy:
+            pass
+        history = [t for chunk in stub.GetHistory(pb.GetHistoryRequest(session_id=session)) for t in chunk.token_ids]
+        assert history[3:7] == streamed
+        again = list(stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=3)))
+        assert sum(event.HasField("token") for event in again) == 3
+        stub.CloseSession(pb.CloseSessionRequest(session_id=session))
+
+
+def test_ctrl_c_drains_and_exits_0_and_aliases_warn() -> None:
+    running = start("--capacity", "2", "--window", "32", "--block-size", "4", "--served-model-name", "kelp")
+    assert "--block-size has no effect yet" in running.banner
+    assert "kelp is served: 2 sessions of 4 + 32 tokens" in running.banner
+    with grpc.insecure_channel(running.grpc) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        session = stub.CreateSession(pb.CreateSessionRequest(token_ids=[1, 2])).session_id
+        call = stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=12))
+        next(call)
+        running.process.send_signal(signal.SIGINT)
+        assert sum(event.HasField("token") for event in call) == 11  # what ran may end
+    assert running.stop() == 0
+
+
+def test_tls_and_keys(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 2 -subj /CN=localhost "
+        "-addext subjectAltName=DNS:localhost,IP:127.0.0.1",
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+    keys = tmp_path / "keys"
+    keys.write_text("ann:secret\n")
+    running = start("--tls-cert", str(certificate), "--tls-key", str(key), env={"HOLDFAST_KEYS_FILE": str(keys)})
+    credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
+    with grpc.secure_channel(running.grpc, credentials) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError):
+            stub.GetModelInfo(pb.GetModelInfoRequest())
+        info = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=[("authorization", "Bearer secret")])
+        assert info.vocabulary_size == 49152
+    assert running.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--grpc", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without keys"),
+        (["--http", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without keys"),
+        (["--grpc", "here"], "'here' is not HOST:PORT"),
+        (["--keys-file", "/no/keys"], "cannot read the keys file"),
+        (["some/model", "--verifier-id", "other"], "give the model once"),
+        (["no-such-model"], "no model 'no-such-model'"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_one_sentence(server: Process) -> None:
+    for option, address in (("--grpc", server.grpc), ("--http", server.http)):
+        done = subprocess.run(
+            [*COMMAND, "serve", *OPTIONS, option, address], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert f"cannot listen on {address}" in done.stderr
+        assert "Traceback" not in done.stderr
