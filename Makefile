@@ -7,43 +7,72 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NODE_READY := sdks/typescript/node_modules/.ready
+TEST_WORKERS ?= 2
 
-.PHONY: help setup serve test check test-integration test-gpu format clean
+.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(READY) ## create .venv, install what constraints.txt pins, fetch the default model
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt sdks/python/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]' -e sdks/python
 	$(BIN)/holdfast models pull
 	touch $@
 
-serve: $(READY) ## talk to the default model in the terminal
+serve: $(READY) ## serve the default model: gRPC sessions, health and metrics
+	$(BIN)/holdfast serve
+
+chat: $(READY) ## talk to the default model in the terminal
 	$(BIN)/holdfast chat
 
-test: $(READY) ## every test that fits a laptop, the real default model included
-	$(BIN)/python -m pytest -m "not slow" --cov --cov-report= --cov-fail-under=0
+# One compute thread a worker: two of them beat two threads, and streams in tests stay responsive.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) -q
 
-check: $(READY) ## lint, types, import rules, coverage of the last `make test`
+test: $(READY) $(NODE_READY) ## every test that fits a laptop: engine, doors, both SDKs, the real default model
+	$(PYTEST) -m "not slow" --cov --cov-report= --cov-fail-under=0
+	$(BIN)/python sdks/conformance/run.py $(MAKE) --no-print-directory sdk-suites
+
+sdk-suites: # both SDKs against the server that sdks/conformance/run.py has started
+	cd sdks/python && $(CURDIR)/$(BIN)/python -m pytest -q
+	cd sdks/typescript && npm test
+
+$(NODE_READY): sdks/typescript/package-lock.json
+	@command -v npm >/dev/null || { echo "the TypeScript SDK's tests need Node 20+ and npm on the PATH"; exit 1; }
+	cd sdks/typescript && npm ci --silent --no-audit --no-fund
+	touch $@
+
+proto: $(READY) $(NODE_READY) ## make all gRPC stubs from proto/
+	$(BIN)/python sdks/python/generate.py
+	$(BIN)/python sdks/python/generate.py --out src/holdfast/serving/grpc/gen
+	cd sdks/typescript && PROTOC_PYTHON=$(CURDIR)/$(BIN)/python npm run --silent generate
+
+check: $(READY) $(NODE_READY) ## lint, types, import rules, fresh stubs, coverage of the last `make test`
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	cd sdks/python && $(CURDIR)/$(BIN)/ruff check . && $(CURDIR)/$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	cd sdks/python && $(CURDIR)/$(BIN)/mypy
+	cd sdks/typescript && npm run --silent check
 	$(BIN)/lint-imports
+	$(BIN)/python sdks/python/generate.py --check
+	$(BIN)/python sdks/python/generate.py --check --out src/holdfast/serving/grpc/gen
+	cd sdks/typescript && PROTOC_PYTHON=$(CURDIR)/$(BIN)/python npm run --silent generate && git diff --exit-code src/gen
 	$(BIN)/coverage report
 
 test-integration: $(READY) ## everything, thoroughly, with a JUnit report
 	mkdir -p build/reports
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --junit-xml=build/reports/integration.xml
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) --junit-xml=build/reports/integration.xml
 
 test-gpu: ## on a machine with a CUDA device, with its own python3: needs torch, transformers, safetensors, numpy
 	PYTHONPATH=src:. $(PYTHON) -m tests.gpu
 
 format: $(READY) ## let ruff fix and format
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	cd sdks/python && $(CURDIR)/$(BIN)/ruff check --fix . && $(CURDIR)/$(BIN)/ruff format .
 
 clean: ## remove what was built (not .venv)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

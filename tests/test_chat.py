@@ -153,9 +153,9 @@ def test_a_directory_brings_its_tokenizer_and_template(hf_directory: Path, token
         [{"name": "other", "template": "B"}, {"name": "default", "template": "A<s>"}],
     ):
         (hf_directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": templates}))
-        assert load_template(source, loaded).render([], add_generation_prompt=False) == "A<s>"
+        assert load_template(HFSource("x", hf_directory), loaded).render([], add_generation_prompt=False) == "A<s>"
     (hf_directory / "chat_template.jinja").write_text("C")
-    assert load_template(source, loaded).render([], add_generation_prompt=False) == "C"
+    assert load_template(HFSource("x", hf_directory), loaded).render([], add_generation_prompt=False) == "C"
 
 
 def test_one_eos_id_or_none_is_fine(hf_directory: Path) -> None:

@@ -67,7 +67,7 @@ def test_logits_equal_the_oracle_with_neighbours_after_fork_rewind_and_pins(
         assert difference(logits, truth) <= TOLERANCE
 
 
-@pytest.mark.parametrize("num_tokens", [2400, pytest.param(9600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_tokens", [1800, pytest.param(9600, marks=pytest.mark.slow)])
 def test_perplexity_is_flat_with_sinks_and_worse_without(
     default_source: GGUFSource, text_tokens: list[int], num_tokens: int
 ) -> None:

@@ -132,7 +132,7 @@ class SlabMachine(RuleBasedStateMachine):
 
 
 TestSlabMachine = SlabMachine.TestCase
-TestSlabMachine.settings = settings(max_examples=300, stateful_step_count=60)
+TestSlabMachine.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 def test_judging_a_rewind_by_length_instead_of_high_reads_overwritten_keys() -> None:

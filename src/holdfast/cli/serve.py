@@ -16,7 +16,7 @@ from holdfast.engine.embedded import build_worker
 from holdfast.errors import ConfigError
 from holdfast.models import open_model
 from holdfast.observability.metrics import Metrics
-from holdfast.serving.keys import check_bind, read_keys
+from holdfast.serving.keys import check_bind, check_free, read_keys
 from holdfast.serving.run import Doors, serve
 
 _NOT_YET = ("block_size", "num_diffusion_steps")
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(f"[yellow]{flag} has no effect yet: there is no block-diffusion proposer[/]")
     for address in filter(None, (doors.grpc, doors.http)):  # before the model is loaded
         check_bind(address, read_keys(doors.keys_file), insecure=doors.insecure)
+        check_free(address)
     with console.status(f"loading {name}"):
         source = open_model(name)
         metrics = Metrics()

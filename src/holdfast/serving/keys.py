@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def check_bind(address: str, keys: Keys, *, insecure: bool) -> None:
         f"refusing to listen on {address} without keys: anyone could use it; "
         "give --keys-file, listen on 127.0.0.1, or say --insecure"
     )
+
+
+def check_free(address: str) -> None:
+    """Find out now, not after a model was loaded, that an address is taken or not ours."""
+    host, port = split_address(address)
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on {address}: {exc.strerror or exc}; choose another address") from exc
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -1,0 +1,100 @@
+"""The door to a Holdfast server, for asyncio."""
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from types import TracebackType
+
+from holdfast_sdk import client_flows
+from holdfast_sdk.address import Address, Certificates
+from holdfast_sdk.aio.session import AsyncSession
+from holdfast_sdk.aio.wire import AsyncWire
+from holdfast_sdk.client_flows import DEFAULT_PAGE_SIZE
+from holdfast_sdk.errors import HoldfastError
+from holdfast_sdk.flow import Limits
+from holdfast_sdk.outgoing import Outgoing
+from holdfast_sdk.results import ModelInfo, SessionInfo, SessionState
+from holdfast_sdk.session_flows import SessionFlows
+
+
+class AsyncClient:
+    """`Client` for asyncio, with the same arguments: calls are coroutines, iterators are async ones.
+
+    It belongs to the event loop that makes the first call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: Certificates = None,
+        timeout_s: float | None = 60.0,
+        retries: int = 3,
+        insecure: bool = False,
+    ) -> None:
+        self._limits = Limits(timeout_s, retries)
+        self._wire = AsyncWire(Address.checked(address, api_key=api_key, tls=tls, insecure=insecure))
+
+    async def create_session(
+        self,
+        *,
+        label: str = "",
+        token_ids: Iterable[int] = (),
+        pin_tokens: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        metadata: Mapping[str, str] | None = None,
+    ) -> AsyncSession:
+        """A new session. `pin_tokens` first tokens stay visible for ever; `eos_token_ids` end its generations."""
+        flow = client_flows.create_session(
+            self._limits,
+            label=label,
+            token_ids=token_ids,
+            pin_tokens=pin_tokens,
+            eos_token_ids=eos_token_ids,
+            metadata=metadata,
+        )
+        created = await self._wire.run(flow)
+        flows = SessionFlows(created.session_id, self._limits, created.history_length)
+        return AsyncSession(self._wire, flows, created)
+
+    def session(self, session_id: str) -> AsyncSession:
+        """A handle on a session that exists. Makes no call."""
+        return AsyncSession(self._wire, SessionFlows(session_id, self._limits))
+
+    async def model_info(self) -> ModelInfo:
+        return await self._wire.run(client_flows.model_info(self._limits))
+
+    async def list_sessions(
+        self, label: str | None = None, state: SessionState | None = None, page_size: int = DEFAULT_PAGE_SIZE
+    ) -> AsyncIterator[SessionInfo]:
+        """All sessions with this label and state; pages are fetched as they are needed."""
+        page_token = ""
+        while True:
+            flow = client_flows.page_of_sessions(self._limits, label, state, page_size, page_token)
+            infos, page_token = await self._wire.run(flow)
+            for info in infos:
+                yield info
+            if not page_token:
+                return
+
+    async def import_session(self, chunks: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncSession:
+        """A new session from what `AsyncSession.export` gave."""
+        outgoing = Outgoing(chunks)
+        try:
+            imported = await self._wire.run(client_flows.import_session(self._limits, outgoing.messages()))
+        except HoldfastError as error:
+            if outgoing.failure:
+                raise outgoing.failure from error
+            raise
+        return AsyncSession(self._wire, SessionFlows(imported.session_id, self._limits), imported)
+
+    async def close(self) -> None:
+        """Close the connection; sessions stay on the server."""
+        await self._wire.close()
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,121 @@
+"""A session on the server, for asyncio."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
+from types import TracebackType
+from typing import Unpack
+
+from holdfast_sdk import convert
+from holdfast_sdk.aio.generation import AsyncGeneration
+from holdfast_sdk.aio.wire import AsyncWire
+from holdfast_sdk.errors import HoldfastError, SessionNotFound
+from holdfast_sdk.results import (
+    Appended,
+    Closed,
+    Created,
+    Forked,
+    HistoryChunk,
+    Imported,
+    Rewound,
+    SessionInfo,
+)
+from holdfast_sdk.sampling import SamplingOptions
+from holdfast_sdk.session_flows import SessionFlows
+
+
+class AsyncSession:
+    """One token history. One operation at a time; as a context manager it is closed at the end.
+
+    `origin` is what the server said when it was made here; None where the client only knew the id.
+    """
+
+    def __init__(self, wire: AsyncWire, flows: SessionFlows, origin: Created | Forked | Imported | None = None) -> None:
+        self._wire = wire
+        self._flows = flows
+        self.origin = origin
+
+    @property
+    def id(self) -> str:
+        return self._flows.session_id
+
+    @property
+    def history_length(self) -> int | None:
+        """As last heard from the server; None where only the server knows. Makes no call."""
+        return self._flows.history_length
+
+    async def append(self, token_ids: Iterable[int], *, expected_history_length: int | None = None) -> Appended:
+        """Add given tokens. Sent again by itself where the connection fails: they are never added twice."""
+        return await self._wire.run(self._flows.append(token_ids, expected_history_length))
+
+    async def generate(
+        self,
+        *,
+        max_tokens: int,
+        expected_history_length: int | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGeneration:
+        """Sample tokens into the history, streamed. `timeout_s` bounds the whole generation (default: no limit)."""
+        flow = self._flows.generate(max_tokens, expected_history_length, timeout_s, sampling)
+        return AsyncGeneration(self._wire.stream(await self._wire.run(flow)), self._flows)
+
+    async def turn(
+        self,
+        token_ids: Iterable[int],
+        *,
+        max_tokens: int,
+        expected_history_length: int | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGeneration:
+        """`append` and `generate` in one call, which is never sent twice."""
+        flow = self._flows.turn(token_ids, max_tokens, expected_history_length, timeout_s, sampling)
+        return AsyncGeneration(self._wire.stream(await self._wire.run(flow)), self._flows, is_turn=True)
+
+    async def fork(self, at_position: int | None = None, label: str = "") -> "AsyncSession":
+        """A new session with the same history, up to `at_position` if given. This one stays as it is."""
+        forked = await self._wire.run(self._flows.fork(at_position, label))
+        flows = SessionFlows(forked.session_id, self._flows.limits, forked.history_length)
+        return AsyncSession(self._wire, flows, forked)
+
+    async def rewind(self, to_position: int) -> Rewound:
+        """Forget the tokens from `to_position` on."""
+        return await self._wire.run(self._flows.rewind(to_position))
+
+    async def info(self) -> SessionInfo:
+        return await self._wire.run(self._flows.info())
+
+    async def history(self, start: int | None = None, end: int | None = None) -> AsyncIterator[HistoryChunk]:
+        """All tokens from `start` up to, not including, `end`; those that left the window too."""
+        with closing(self._wire.stream(await self._wire.run(self._flows.history(start, end)))) as stream:
+            async for message in stream:
+                yield convert.history_chunk(message)
+
+    async def export(self) -> AsyncIterator[bytes]:
+        """The whole session in chunks, for `AsyncClient.import_session`."""
+        with closing(self._wire.stream(await self._wire.run(self._flows.export()))) as stream:
+            async for message in stream:
+                yield message.data
+
+    async def close(self) -> Closed:
+        """End the session; what runs on it is cancelled."""
+        return await self._wire.run(self._flows.close())
+
+    async def __aenter__(self) -> "AsyncSession":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._flows.is_closed:
+            return
+        try:
+            await self.close()
+        except SessionNotFound:
+            pass  # it is gone, as wished
+        except HoldfastError:
+            if error is None:  # else the error on its way out says more
+                raise
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"

@@ -1,0 +1,3 @@
+"""The SDK's version, the one place that names it."""
+
+VERSION = "0.1.0"
