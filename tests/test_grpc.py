@@ -541,7 +541,7 @@ async def test_a_sick_model_fails_one_session_and_says_so(server: Server, monkey
 
 async def test_a_history_that_disagrees_with_the_cache_fails_loudly(server: Server) -> None:
     session = await create(server, [1, 2])
-    server.worker._sequences[1].append([9])  # behind the session's back
+    server.worker._sequences.get(1).append([9])  # behind the session's back
     async with refused(grpc.StatusCode.FAILED_PRECONDITION, "session_failed"):
         await tokens_of(generate(server, session))
     found = await info(server, session)

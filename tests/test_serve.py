@@ -182,3 +182,14 @@ def test_a_port_that_is_taken_is_one_sentence(server: Process) -> None:
         assert done.returncode == 2
         assert f"cannot listen on {address}" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_the_example_runs(server: Process) -> None:
+    example = Path(__file__).parents[1] / "examples" / "session.py"
+    done = subprocess.run(
+        [sys.executable, str(example), server.grpc], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    prefilled = [int(number) for number in re.findall(r"(\d+) tokens prefilled", done.stdout)]
+    assert prefilled[1] < prefilled[0]

@@ -291,13 +291,13 @@ async def test_a_broken_invariant_fails_loudly_and_is_counted(worker: Worker) ->
     sequence, other = await worker.open(), await worker.open()
     await worker.append(sequence, [1, 2, 3])
     await worker.append(other, [1, 2, 3])
-    worker._sequences[sequence].tokens.append(9)  # someone writes to the history behind our back
+    worker._sequences.get(sequence).tokens.append(9)  # someone writes to the history behind our back
     with pytest.raises(InvariantViolated, match="INV-1"):
         await generate(worker, sequence)
     assert worker.info(sequence).inv1_violations == 1
     with pytest.raises(SessionFailed):
         await generate(worker, sequence)
-    worker._sequences[other]._floor = 99
+    worker._sequences.get(other)._floor = 99
     with pytest.raises(InvariantViolated, match="INV-2"):
         await generate(worker, other)
     assert worker.info(other).inv2_violations == 1
@@ -490,7 +490,7 @@ async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(worker: Worker, m
     def plan() -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr(worker._scheduler, "plan", plan)
+    monkeypatch.setattr(worker._sequences.scheduler, "plan", plan)
     with pytest.raises(Draining):
         await generate(worker, sequence)
     with pytest.raises(Draining):

@@ -75,6 +75,7 @@ export function toSessionInfo(info: wire.SessionInfo): SessionInfo {
     failure: info.failure || undefined,
     sink: info.sink,
     recent: info.recent,
+    rewindCount: fromWire(info.rewindCount),
   };
 }
 

@@ -133,6 +133,8 @@ export interface SessionInfo {
   failure?: string;
   sink: number;
   recent: number;
+  /** How often `rewind` changed this history. */
+  rewindCount: number;
 }
 
 /** Tokens of one span, from position `from` on; a long span comes in several chunks. */

@@ -21,36 +21,26 @@ from typing import TypeVar
 from holdfast.engine import snapshot as snapshots
 from holdfast.engine.interface import Engine
 from holdfast.engine.run import Failed, Run
-from holdfast.engine.scheduler import Scheduler
 from holdfast.engine.sequence import Sequence, SequenceInfo
-from holdfast.engine.slab import SlabPool
+from holdfast.engine.sequences import Sequences
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.step import Outcome, step
 from holdfast.engine.stream import Mailroom, Stream
-from holdfast.errors import (
-    Draining,
-    HoldfastError,
-    InvalidArgument,
-    SessionBusy,
-    SessionFailed,
-    SessionNotFound,
-)
-from holdfast.generation import Done, Sampled, SamplingParams
+from holdfast.errors import Draining, HoldfastError, InvalidArgument, SessionNotFound
+from holdfast.generation import Done, SamplingParams
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Rewound:
-    history_length: int
-    recomputed_tokens: int
-
 
 OnStep = Callable[[int, float], None]  # sequences served, seconds taken
 
 
 def ignore_step(num_sequences: int, duration_s: float) -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    history_length: int
+    recomputed_tokens: int
 
 
 class Worker:
@@ -65,21 +55,14 @@ class Worker:
         on_step: OnStep = ignore_step,
     ) -> None:
         self.engine = engine
+        self._sequences = Sequences(engine, max_batch=max_batch, max_recompute_tokens=max_recompute_tokens)
         self._on_step = on_step
-        self._pool = SlabPool(engine.num_slabs, engine.shape)
-        self._scheduler = Scheduler(prefill_chunk=engine.shape.prefill_chunk, max_batch=max_batch)
-        self._max_recompute_tokens = max_recompute_tokens
-        self._sequences: dict[int, Sequence] = {}
-        self._running: dict[int, Run] = {}
-        self._infos: dict[int, SequenceInfo] = {}
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._mailroom = Mailroom()
         self._is_stopping = False
-        self._lock = threading.Lock()  # orders `_call` against the thread's last look at the inbox
+        self._lock = threading.Lock()  # orders `_post` against the thread's last look at the inbox
         self._thread = threading.Thread(target=self._main, name="holdfast-engine", daemon=True)
-
-    # What callers see
 
     def start(self) -> None:
         self._thread.start()
@@ -92,23 +75,23 @@ class Worker:
 
     @property
     def num_free_slabs(self) -> int:
-        return self._pool.num_free
+        return self._sequences.pool.num_free
 
     def info(self, sequence_id: int) -> SequenceInfo:
         """How the sequence stood after the last step. Never waits for the device."""
         try:
-            return self._infos[sequence_id]
+            return self._sequences.infos[sequence_id]
         except KeyError:
             raise SessionNotFound(sequence_id) from None
 
     async def open(self, *, sink: int = 4) -> int:
         """A new, empty sequence on a slab of its own."""
-        sequence_id = next(self._ids)
-        return await self._acquire(sequence_id, lambda: self._open(sequence_id, sink))
+        new_id = next(self._ids)
+        return await self._acquire(new_id, lambda: self._sequences.open(new_id, sink))
 
     async def close(self, sequence_id: int) -> int:
         """Free the slab; a run in progress is cancelled first. Returns the final history length."""
-        return await self._call(lambda: self._close(sequence_id))
+        return await self._call(lambda: self._sequences.close(sequence_id))
 
     async def append(self, sequence_id: int, tokens: Tokens[int]) -> Done:
         """Add tokens and compute all but the last. Cancelled: the tokens stay, computing resumes later."""
@@ -131,7 +114,7 @@ class Worker:
 
     async def rewind(self, sequence_id: int, length: int) -> Rewound:
         """Forget the tokens from `length` on. What the slab no longer holds is computed again."""
-        recomputed = await self._call(lambda: self._rewind(sequence_id, length))
+        recomputed = await self._call(lambda: self._sequences.rewind(sequence_id, length))
         if recomputed:
             await self._finish(self._stream(sequence_id, lambda _: None))
         return Rewound(length, recomputed)
@@ -139,23 +122,23 @@ class Worker:
     async def fork(self, sequence_id: int) -> int:
         """A new sequence with the same tokens and a copy of the slab."""
         new_id = next(self._ids)
-        return await self._acquire(new_id, lambda: self._fork(sequence_id, new_id))
+        return await self._acquire(new_id, lambda: self._sequences.fork(sequence_id, new_id))
 
     async def snapshot(self, sequence_id: int) -> Snapshot:
-        return await self._call(lambda: snapshots.take(self.engine, self._idle(sequence_id)))
+        return await self._call(lambda: snapshots.take(self.engine, self._sequences.idle(sequence_id)))
 
     async def restore(self, snapshot: Snapshot, tokens: Tokens[int]) -> int:
         """A new sequence that continues `tokens` from the snapshot's keys and values."""
         checked = checked_tokens(tokens, self.engine.info.vocab_size)
         snapshots.check(self.engine, snapshot, checked)
         new_id = next(self._ids)
-        return await self._acquire(new_id, lambda: self._restore(new_id, snapshot, checked))
+        return await self._acquire(new_id, lambda: self._sequences.restore(new_id, snapshot, checked))
 
     async def tokens(self, sequence_id: int, first: int = 0) -> list[int]:
         """A copy of the history from position `first` on."""
 
         def copy() -> list[int]:
-            return self._get(sequence_id).tokens[first:].tolist()
+            return self._sequences.get(sequence_id).tokens[first:].tolist()
 
         return await self._call(copy)
 
@@ -186,7 +169,7 @@ class Worker:
             await self._call(action)
         except asyncio.CancelledError:
             with contextlib.suppress(Draining):
-                self._post(lambda: self._discard(sequence_id))
+                self._post(lambda: self._sequences.discard(sequence_id))
             raise
         return sequence_id
 
@@ -197,15 +180,13 @@ class Worker:
 
         def start(stream: Stream) -> None:
             try:
-                sequence = self._idle(sequence_id)
+                sequence = self._sequences.idle(sequence_id)
                 prepare(sequence)
             except HoldfastError as exc:
                 self._mailroom.send(stream, Failed(exc))
                 return
             stream.run = Run(sequence, lambda event: self._mailroom.send(stream, event), params)
-            self._running[sequence_id] = stream.run
-            self._scheduler.add(stream.run)
-            self._publish(sequence)
+            self._sequences.start(stream.run)
 
         return Stream(
             start=lambda stream: self._post(lambda: start(stream)),
@@ -222,23 +203,18 @@ class Worker:
         try:
             while not self._is_stopping:
                 self._take_commands()
-                self._end_finished()
-                if len(self._scheduler):
-                    self._step()
+                self._sequences.end_finished()
+                if len(self._sequences.scheduler):
+                    started = time.perf_counter()
+                    num_served = self._sequences.step()
+                    self._on_step(num_served, time.perf_counter() - started)
                 self._mailroom.flush()
         finally:
             self._abandon()
 
-    def _step(self) -> None:
-        started = time.perf_counter()
-        plan = self._scheduler.plan()
-        for outcome in step(self.engine, plan):
-            self._settle(outcome)
-        self._on_step(len(plan.decode) + len(plan.prefill), time.perf_counter() - started)
-
     def _take_commands(self) -> None:
         """All commands that wait; blocks for one where there is nothing to compute."""
-        is_idle = not len(self._scheduler)
+        is_idle = not len(self._sequences.scheduler)
         try:
             while True:
                 self._inbox.get(block=is_idle)()
@@ -246,112 +222,14 @@ class Worker:
         except queue.Empty:
             pass
 
-    def _end_finished(self) -> None:
-        """Runs that were cancelled, and appends whose one token stays pending, need no step."""
-        for run in self._scheduler.runs:
-            if run.is_cancelled or run.num_to_compute <= 0:
-                self._end(run, run.cancelled())
-
-    def _settle(self, outcome: Outcome) -> None:
-        run, result = outcome
-        if isinstance(result, HoldfastError):
-            self._end(run, Failed(result))
-        elif isinstance(result, Sampled) and (reason := run.take(result)):
-            self._end(run, run.done(reason))
-        else:
-            self._publish(run.sequence)
-
-    def _end(self, run: Run, event: Done | Failed) -> None:
-        self._scheduler.remove(run)
-        del self._running[run.sequence.id]
-        self._publish(run.sequence)
-        run.emit(event)
-
-    def _publish(self, sequence: Sequence) -> None:
-        slab, info, length = sequence.slab, self.engine.info, len(sequence.tokens)
-        self._infos[sequence.id] = SequenceInfo(
-            history_length=length,
-            computed_length=slab.length,
-            window_size=slab.window.size,
-            num_visible=slab.window.num_visible(length),
-            num_dropped=len(slab.window.dropped(length)),
-            kv_live_bytes=slab.window.num_visible(slab.length) * info.kv_bytes_per_position,
-            kv_reserved_bytes=self.engine.kv_reserved_bytes // self.engine.num_slabs,
-            inv1_violations=sequence.inv1_violations,
-            inv2_violations=sequence.inv2_violations,
-            is_busy=sequence.id in self._running,
-            failure=str(sequence.failure) if sequence.failure else None,
-        )
-
-    def _get(self, sequence_id: int) -> Sequence:
-        try:
-            return self._sequences[sequence_id]
-        except KeyError:
-            raise SessionNotFound(sequence_id) from None
-
-    def _idle(self, sequence_id: int) -> Sequence:
-        sequence = self._get(sequence_id)
-        if sequence.failure:
-            raise SessionFailed(f"sequence {sequence_id} has failed: {sequence.failure}") from sequence.failure
-        if sequence_id in self._running:
-            raise SessionBusy(f"sequence {sequence_id} is busy")
-        return sequence
-
-    def _adopt(self, sequence: Sequence) -> None:
-        self._sequences[sequence.id] = sequence
-        self._publish(sequence)
-
-    def _open(self, sequence_id: int, sink: int) -> None:
-        self._adopt(Sequence(sequence_id, self._pool.acquire(sink)))
-
-    def _close(self, sequence_id: int) -> int:
-        sequence = self._get(sequence_id)
-        if run := self._running.get(sequence_id):
-            self._end(run, run.cancelled())
-        if sequence.failure:
-            self.engine.clear_slab(sequence.slab)
-        self._pool.release(sequence.slab)
-        del self._sequences[sequence_id], self._infos[sequence_id]
-        return len(sequence.tokens)
-
-    def _discard(self, sequence_id: int) -> None:
-        if sequence_id in self._sequences:
-            self._close(sequence_id)
-
-    def _rewind(self, sequence_id: int, length: int) -> int:
-        sequence = self._idle(sequence_id)
-        recomputed = sequence.rewind(length, max_recompute=self._max_recompute_tokens)
-        self._publish(sequence)
-        return recomputed
-
-    def _fork(self, sequence_id: int, new_id: int) -> None:
-        source = self._idle(sequence_id)
-        slab = self._pool.acquire(source.slab.window.sink)
-        self.engine.copy_slab(source.slab, slab)
-        slab.length, slab.high = source.slab.length, source.slab.high
-        fork = Sequence(new_id, slab, source.tokens)
-        fork.reported_dropped = source.reported_dropped
-        self._adopt(fork)
-
-    def _restore(self, new_id: int, snapshot: Snapshot, tokens: "array[int]") -> None:
-        slab = self._pool.acquire(snapshot.header.sink)
-        snapshots.restore(self.engine, snapshot, slab)
-        sequence = Sequence(new_id, slab, tokens)
-        sequence.reported_dropped = snapshot.header.reported_dropped
-        self._adopt(sequence)
-
     def _begin_stop(self) -> None:
         with self._lock:
             self._is_stopping = True
 
     def _abandon(self) -> None:
         """The thread ends, on purpose or not: nobody is left waiting."""
-        with self._lock:
-            self._is_stopping = True
-        for run in self._scheduler.runs:
-            self._end(run, Failed(Draining("the engine stopped")))
-        for sequence_id in list(self._sequences):
-            self._close(sequence_id)
+        self._begin_stop()
+        self._sequences.close_all(Draining("the engine stopped"))
         while not self._inbox.empty():
             self._inbox.get()()
         self._mailroom.flush()

@@ -5,11 +5,12 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.errors import Draining, HistoryConflict, InvalidArgument, SessionFailed
-from holdfast.generation import Done, Event, Sampled, SamplingParams
+from holdfast.generation import Done, Event, SamplingParams
 from holdfast.observability.metrics import Metrics
+from holdfast.sessions.observe import observe_batch, watch_sessions
 from holdfast.sessions.ports import Backend, EventStream, ModelInfo
 from holdfast.sessions.session import Session
 from holdfast.sessions.spans import SpanPiece
@@ -18,6 +19,8 @@ from holdfast.sessions.turn import Turn
 from holdfast.sessions.view import SessionView, view_of
 
 _PIECE_TOKENS = 4096
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Runtime:
         self._all_idle = asyncio.Event()
         self._all_idle.set()
         self.metrics = metrics or Metrics()
-        self._observe_sessions()
+        watch_sessions(self.metrics, lambda: [self._view(session) for session in self._store])
+        self.metrics.queue_depth.set_function(lambda: float(self._num_running))
 
     @property
     def model(self) -> ModelInfo:
@@ -93,20 +97,13 @@ class Runtime:
     ) -> Done:
         """Add given tokens and compute them. A caller who leaves does not take the tokens back."""
         session = self._enter(session_id, owner, expected_length)
-        task = asyncio.ensure_future(self._backend.append(session.handle, tokens))
-        settled = self._settle(session, self._end_append(session, task, tokens))
-        try:
-            await asyncio.shield(settled)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        return await task
-
-    async def _end_append(self, session: Session, task: "asyncio.Task[Done]", tokens: Sequence[int]) -> None:
-        await asyncio.gather(task, return_exceptions=True)
         before = len(session.history)
-        if not session.gate.is_closed and self._backend.view(session.handle).history_length == before + len(tokens):
-            session.history.give(tokens)
+
+        def conclude(backend_length: int) -> None:
+            if backend_length == before + len(tokens):
+                session.history.give(tokens)
+
+        return await self._carry_out(session, self._backend.append(session.handle, tokens), conclude)
 
     async def generate(
         self,
@@ -130,7 +127,10 @@ class Runtime:
             await stream.__aenter__()
             last = started
             async for batch in stream:
-                last = self._observe_batch(batch, started, last, is_first=not turn.num_sampled)
+                now = self._clock()
+                since = now - (last if turn.num_sampled else started)
+                observe_batch(self.metrics, batch, since, is_first=not turn.num_sampled)
+                last = now
                 turn.record(batch)
                 yield batch
         finally:
@@ -146,20 +146,14 @@ class Runtime:
     async def rewind(self, session_id: str, owner: str, length: int) -> Rewound:
         """Forget the tokens from `length` on; explicit, and counted."""
         session = self._enter(session_id, owner, None)
-        task = asyncio.ensure_future(self._backend.rewind(session.handle, length))
-        settled = self._settle(session, self._end_rewind(session, task, length))
-        try:
-            await asyncio.shield(settled)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        return Rewound(length, await task)
 
-    async def _end_rewind(self, session: Session, task: "asyncio.Task[int]", length: int) -> None:
-        await asyncio.gather(task, return_exceptions=True)
-        if not session.gate.is_closed and self._backend.view(session.handle).history_length == length:
-            session.history.rewind(length)
-            session.num_rewinds += 1
+        def conclude(backend_length: int) -> None:
+            if backend_length == length:
+                session.history.rewind(length)
+                session.num_rewinds += 1
+
+        work = self._backend.rewind(session.handle, length)
+        return Rewound(length, await self._carry_out(session, work, conclude))
 
     async def fork(
         self, session_id: str, owner: str, *, at_position: int | None = None, label: str = ""
@@ -253,6 +247,22 @@ class Runtime:
         if not self._num_running:
             self._all_idle.set()
 
+    async def _carry_out(self, session: Session, work: Coroutine[Any, Any, T], conclude: Callable[[int], None]) -> T:
+        """The result of `work`. A caller who leaves cancels it; `conclude` learns in any case what came of it."""
+        task = asyncio.ensure_future(work)
+
+        async def ending() -> None:
+            await asyncio.gather(task, return_exceptions=True)
+            if not session.gate.is_closed:
+                conclude(self._backend.view(session.handle).history_length)
+
+        try:
+            await asyncio.shield(self._settle(session, ending()))
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return await task
+
     def _settle(self, session: Session, ending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Bring an operation to its end whoever still waits; only then is the session free again."""
 
@@ -307,26 +317,3 @@ class Runtime:
 
     def _view(self, session: Session) -> SessionView:
         return view_of(session, self._backend.view(session.handle), self.model.recent)
-
-    def _observe_batch(self, batch: Sequence[Event], started: float, last: float, *, is_first: bool) -> float:
-        now = self._clock()
-        num = sum(isinstance(event, Sampled) for event in batch)
-        self.metrics.generated_tokens.inc(num)
-        if num and is_first:
-            self.metrics.time_to_first_token.observe(now - started)
-        elif num:
-            self.metrics.inter_token.observe((now - last) / num)
-        if isinstance(done := batch[-1], Done):
-            self.metrics.generate_prefill_tokens.observe(done.prefill_tokens)
-            self.metrics.generate_prefill_duration.observe(done.prefill_duration_s)
-        return now
-
-    def _observe_sessions(self) -> None:
-        def total(field: str) -> Callable[[], float]:
-            return lambda: float(sum(getattr(self._view(session), field) or 0 for session in self._store))
-
-        self.metrics.session_active.set_function(lambda: float(len(self._store)))
-        self.metrics.session_kv_live_bytes.set_function(total("kv_live_bytes"))
-        self.metrics.session_kv_reserved_bytes.set_function(total("kv_reserved_bytes"))
-        self.metrics.session_history_tokens.set_function(total("history_length"))
-        self.metrics.queue_depth.set_function(lambda: float(self._num_running))

@@ -35,6 +35,7 @@ class SessionView:
     given: tuple[int, int]  # spans, tokens
     sampled: tuple[int, int]
     failure: str
+    rewind_count: int
 
 
 def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
@@ -58,4 +59,5 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         given=session.count(SpanKind.GIVEN),
         sampled=session.count(SpanKind.SAMPLED),
         failure=failure,
+        rewind_count=session.num_rewinds,
     )

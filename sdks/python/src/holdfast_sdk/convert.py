@@ -125,6 +125,7 @@ def session_info(message: pb.SessionInfo) -> results.SessionInfo:
         failure=message.failure or None,
         sink=message.sink,
         recent=message.recent,
+        rewind_count=message.rewind_count,
     )
 
 

@@ -153,6 +153,7 @@ class SessionInfo:
     failure: str | None
     sink: int
     recent: int
+    rewind_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,7 @@ def session_info(view: SessionView) -> pb.SessionInfo:
         failure=view.failure,
         sink=view.sink,
         recent=view.recent,
+        rewind_count=view.rewind_count,
     )
 
 

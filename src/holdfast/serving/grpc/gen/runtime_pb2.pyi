@@ -303,7 +303,7 @@ class GetSessionInfoRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session_id", "client_label", "state", "busy", "history_length", "dropped_token_count", "kv_live_bytes", "kv_reserved_bytes", "inv1_violations", "inv2_violations", "idle_seconds", "spans", "metadata", "failure", "sink", "recent")
+    __slots__ = ("session_id", "client_label", "state", "busy", "history_length", "dropped_token_count", "kv_live_bytes", "kv_reserved_bytes", "inv1_violations", "inv2_violations", "idle_seconds", "spans", "metadata", "failure", "sink", "recent", "rewind_count")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +327,7 @@ class SessionInfo(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     SINK_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
+    REWIND_COUNT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     client_label: str
     state: SessionState
@@ -343,7 +344,8 @@ class SessionInfo(_message.Message):
     failure: str
     sink: int
     recent: int
-    def __init__(self, session_id: _Optional[str] = ..., client_label: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., busy: _Optional[bool] = ..., history_length: _Optional[int] = ..., dropped_token_count: _Optional[int] = ..., kv_live_bytes: _Optional[int] = ..., kv_reserved_bytes: _Optional[int] = ..., inv1_violations: _Optional[int] = ..., inv2_violations: _Optional[int] = ..., idle_seconds: _Optional[float] = ..., spans: _Optional[_Union[SpansSummary, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., failure: _Optional[str] = ..., sink: _Optional[int] = ..., recent: _Optional[int] = ...) -> None: ...
+    rewind_count: int
+    def __init__(self, session_id: _Optional[str] = ..., client_label: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., busy: _Optional[bool] = ..., history_length: _Optional[int] = ..., dropped_token_count: _Optional[int] = ..., kv_live_bytes: _Optional[int] = ..., kv_reserved_bytes: _Optional[int] = ..., inv1_violations: _Optional[int] = ..., inv2_violations: _Optional[int] = ..., idle_seconds: _Optional[float] = ..., spans: _Optional[_Union[SpansSummary, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., failure: _Optional[str] = ..., sink: _Optional[int] = ..., recent: _Optional[int] = ..., rewind_count: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "client_label", "state")
@@ -404,14 +406,16 @@ class SessionChunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class ImportSessionResponse(_message.Message):
-    __slots__ = ("session_id", "reused_tokens", "recomputed_tokens")
+    __slots__ = ("session_id", "reused_tokens", "recomputed_tokens", "history_length")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_LENGTH_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reused_tokens: int
     recomputed_tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+    history_length: int
+    def __init__(self, session_id: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., history_length: _Optional[int] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

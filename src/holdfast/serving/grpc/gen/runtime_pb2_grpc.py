@@ -118,14 +118,15 @@ class RuntimeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AppendTokens(self, request, context):
-        """Adds given tokens. All but the last are computed before the answer.
+        """Adds given tokens, all or none. All but the last are computed before the answer; a call that is cancelled
+        meanwhile, or whose server drains, may have added them: expected_history_length makes sending it again safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Samples tokens and adds them to the history as they are streamed.
+        """Samples tokens and adds them to the history as they are streamed, the stop or EOS token that ends it included.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

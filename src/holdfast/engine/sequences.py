@@ -1,0 +1,148 @@
+"""All sequences of one engine and what runs on them. No threads, no loops: one owner calls, step by step."""
+
+from array import array
+
+from holdfast.engine import snapshot as snapshots
+from holdfast.engine.interface import Engine
+from holdfast.engine.run import Failed, Run
+from holdfast.engine.scheduler import Scheduler
+from holdfast.engine.sequence import Sequence, SequenceInfo
+from holdfast.engine.slab import SlabPool
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.step import Outcome, step
+from holdfast.errors import HoldfastError, SessionBusy, SessionFailed, SessionNotFound
+from holdfast.generation import Done, Sampled
+
+
+class Sequences:
+    """Sequences by id. Each has a slab for as long as it is here, and at most one run."""
+
+    def __init__(self, engine: Engine, *, max_batch: int, max_recompute_tokens: int) -> None:
+        self.engine = engine
+        self.pool = SlabPool(engine.num_slabs, engine.shape)
+        self.scheduler = Scheduler(prefill_chunk=engine.shape.prefill_chunk, max_batch=max_batch)
+        self.infos: dict[int, SequenceInfo] = {}  # replaced as a whole, so that any thread may read
+        self._max_recompute_tokens = max_recompute_tokens
+        self._sequences: dict[int, Sequence] = {}
+        self._running: dict[int, Run] = {}
+
+    def get(self, sequence_id: int) -> Sequence:
+        try:
+            return self._sequences[sequence_id]
+        except KeyError:
+            raise SessionNotFound(sequence_id) from None
+
+    def idle(self, sequence_id: int) -> Sequence:
+        """The sequence, if something may be started on it."""
+        sequence = self.get(sequence_id)
+        if sequence.failure:
+            raise SessionFailed(f"sequence {sequence_id} has failed: {sequence.failure}") from sequence.failure
+        if sequence_id in self._running:
+            raise SessionBusy(f"sequence {sequence_id} is busy")
+        return sequence
+
+    # Sequences come and go
+
+    def open(self, sequence_id: int, sink: int) -> None:
+        self._add(Sequence(sequence_id, self.pool.acquire(sink)))
+
+    def fork(self, sequence_id: int, new_id: int) -> None:
+        source = self.idle(sequence_id)
+        slab = self.pool.acquire(source.slab.window.sink)
+        self.engine.copy_slab(source.slab, slab)
+        slab.length, slab.high = source.slab.length, source.slab.high
+        fork = Sequence(new_id, slab, source.tokens)
+        fork.reported_dropped = source.reported_dropped
+        self._add(fork)
+
+    def restore(self, new_id: int, snapshot: Snapshot, tokens: "array[int]") -> None:
+        slab = self.pool.acquire(snapshot.header.sink)
+        snapshots.restore(self.engine, snapshot, slab)
+        sequence = Sequence(new_id, slab, tokens)
+        sequence.reported_dropped = snapshot.header.reported_dropped
+        self._add(sequence)
+
+    def rewind(self, sequence_id: int, length: int) -> int:
+        """How many tokens must be computed again; doing so is up to a run."""
+        sequence = self.idle(sequence_id)
+        recomputed = sequence.rewind(length, max_recompute=self._max_recompute_tokens)
+        self._publish(sequence)
+        return recomputed
+
+    def close(self, sequence_id: int) -> int:
+        """End what runs, free the slab; returns the final history length."""
+        sequence = self.get(sequence_id)
+        if run := self._running.get(sequence_id):
+            self._end(run, run.cancelled())
+        if sequence.failure:
+            self.engine.clear_slab(sequence.slab)
+        self.pool.release(sequence.slab)
+        del self._sequences[sequence_id], self.infos[sequence_id]
+        return len(sequence.tokens)
+
+    def discard(self, sequence_id: int) -> None:
+        """Close it if it is there."""
+        if sequence_id in self._sequences:
+            self.close(sequence_id)
+
+    def close_all(self, error: HoldfastError) -> None:
+        """What runs fails with `error`."""
+        for run in self.scheduler.runs:
+            self._end(run, Failed(error))
+        for sequence_id in list(self._sequences):
+            self.close(sequence_id)
+
+    # Runs
+
+    def start(self, run: Run) -> None:
+        self._running[run.sequence.id] = run
+        self.scheduler.add(run)
+        self._publish(run.sequence)
+
+    def end_finished(self) -> None:
+        """Runs that were cancelled, and appends whose one token stays pending, need no step."""
+        for run in self.scheduler.runs:
+            if run.is_cancelled or run.num_to_compute <= 0:
+                self._end(run, run.cancelled())
+
+    def step(self) -> int:
+        """One engine step; returns how many sequences it served."""
+        plan = self.scheduler.plan()
+        for outcome in step(self.engine, plan):
+            self._settle(outcome)
+        return len(plan.decode) + len(plan.prefill)
+
+    def _settle(self, outcome: Outcome) -> None:
+        run, result = outcome
+        if isinstance(result, HoldfastError):
+            self._end(run, Failed(result))
+        elif isinstance(result, Sampled) and (reason := run.take(result)):
+            self._end(run, run.done(reason))
+        else:
+            self._publish(run.sequence)
+
+    def _end(self, run: Run, event: Done | Failed) -> None:
+        self.scheduler.remove(run)
+        del self._running[run.sequence.id]
+        self._publish(run.sequence)
+        run.emit(event)
+
+    def _add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.id] = sequence
+        self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        slab, length = sequence.slab, len(sequence.tokens)
+        self.infos[sequence.id] = SequenceInfo(
+            history_length=length,
+            computed_length=slab.length,
+            window_size=slab.window.size,
+            num_visible=slab.window.num_visible(length),
+            num_dropped=len(slab.window.dropped(length)),
+            kv_live_bytes=slab.window.num_visible(slab.length) * self.engine.info.kv_bytes_per_position,
+            kv_reserved_bytes=self.engine.kv_reserved_bytes // self.engine.num_slabs,
+            inv1_violations=sequence.inv1_violations,
+            inv2_violations=sequence.inv2_violations,
+            is_busy=sequence.id in self._running,
+            failure=str(sequence.failure) if sequence.failure else None,
+        )

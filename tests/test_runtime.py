@@ -1,0 +1,156 @@
+"""The runtime on a real worker: callers who leave at any moment, and what they leave behind."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from holdfast.backends.embedded import EmbeddedBackend
+from holdfast.engine.worker import Worker
+from holdfast.errors import Draining, InvalidArgument, RecomputeTooLong, SessionBusy, SessionNotFound
+from holdfast.generation import Sampled, SamplingParams
+from holdfast.sessions.runtime import Runtime
+from tests.serving import SlowEngine, model_of
+
+OWNER = "ann"
+GREEDY = SamplingParams(seed=0, max_tokens=5, temperature=0)
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[Runtime]:
+    worker = Worker(SlowEngine(forward_s=0.001), max_recompute_tokens=400)
+    backend = EmbeddedBackend(worker, model_of(worker.engine))
+    backend.start()
+    yield Runtime(backend)
+    backend.stop()
+
+
+async def _sampled(runtime: Runtime, session: str, params: SamplingParams = GREEDY, **options: object) -> list[int]:
+    batches = runtime.generate(session, OWNER, params, **options)  # type: ignore[arg-type]
+    async with contextlib.aclosing(batches):
+        return [event.token async for batch in batches for event in batch if isinstance(event, Sampled)]
+
+
+def _tokens(runtime: Runtime, session: str) -> list[int]:
+    return [token for piece in runtime.history(session, OWNER) for token in piece.tokens]
+
+
+async def _cancel_when_busy(runtime: Runtime, session: str, task: "asyncio.Task[object]") -> None:
+    while not runtime.info(session, OWNER).is_busy:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while runtime.info(session, OWNER).is_busy:
+        await asyncio.sleep(0.001)
+
+
+async def test_an_append_whose_caller_left_keeps_its_tokens(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER)).session_id
+    prompt = [token % 7 for token in range(2000)]
+    await _cancel_when_busy(runtime, session, asyncio.create_task(runtime.append(session, OWNER, prompt)))
+    assert _tokens(runtime, session) == prompt
+    assert len(await _sampled(runtime, session)) == 5
+    assert runtime.info(session, OWNER).inv1_violations == 0
+
+
+async def test_a_turn_whose_caller_left_while_prefilling_keeps_what_it_gave(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER, tokens=[1])).session_id
+    prompt = [token % 7 for token in range(2000)]
+    task = asyncio.create_task(_sampled(runtime, session, tokens=prompt))
+    await _cancel_when_busy(runtime, session, task)
+    assert _tokens(runtime, session) == [1, *prompt]
+    assert (await runtime.append(session, OWNER, [3])).history_length == 2002
+
+
+async def test_a_recompute_whose_caller_left_is_finished_later(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER, tokens=[token % 7 for token in range(600)])).session_id
+    await _cancel_when_busy(runtime, session, asyncio.create_task(runtime.rewind(session, OWNER, 350)))
+    view = runtime.info(session, OWNER)
+    assert (view.history_length, view.rewind_count) == (350, 1)
+    assert len(await _sampled(runtime, session)) == 5
+
+
+async def test_a_rewind_that_would_recompute_too_much_changes_nothing(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER, tokens=[1] * 600)).session_id
+    with pytest.raises(RecomputeTooLong) as caught:
+        await runtime.rewind(session, OWNER, 500)
+    assert int(caught.value.details["lowest_free_position"]) > 500
+    with pytest.raises(RecomputeTooLong):
+        await runtime.fork(session, OWNER, at_position=500)
+    assert [view.session_id for view in runtime.list_sessions(OWNER)] == [session]
+    assert runtime.info(session, OWNER).history_length == 600
+
+
+async def test_a_caller_who_leaves_twice_still_frees_the_session(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER, tokens=[1])).session_id
+    task = asyncio.create_task(_sampled(runtime, session, SamplingParams(seed=0, max_tokens=10**6, temperature=0)))
+    while not runtime.info(session, OWNER).is_busy or len(_tokens(runtime, session)) < 3:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while runtime.info(session, OWNER).is_busy:
+        await asyncio.sleep(0.001)
+    assert len(await _sampled(runtime, session)) == 5
+    assert runtime.info(session, OWNER).inv1_violations == 0
+
+
+async def test_a_creation_whose_tokens_are_wrong_leaves_nothing(runtime: Runtime) -> None:
+    with pytest.raises(InvalidArgument, match="not an id"):
+        await runtime.create(OWNER, tokens=[1, 9999])
+    assert runtime.list_sessions(OWNER) == []
+
+
+async def test_draining_admits_nothing_and_waits_for_what_runs(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER, tokens=[1])).session_id
+    task = asyncio.create_task(_sampled(runtime, session, SamplingParams(seed=0, max_tokens=50, temperature=0)))
+    while not runtime.info(session, OWNER).is_busy:
+        await asyncio.sleep(0)
+    assert not await runtime.drain(0.001)
+    for attempt in (runtime.create(OWNER), runtime.append(session, OWNER, [1])):
+        with pytest.raises(Draining):
+            await attempt
+    assert await runtime.drain(5)
+    assert len(await task) == 50
+    assert await runtime.close(session, OWNER) == 51
+
+
+async def test_random_interleavings_never_lose_a_place_or_a_token(runtime: Runtime) -> None:
+    """Many clients, few places: append, generate, fork, rewind, close, and leaving at any moment."""
+    source = random.Random(4)
+    refusals = (SessionBusy, SessionNotFound)
+
+    async def client(number: int) -> None:
+        session = (await runtime.create(OWNER, tokens=[number])).session_id
+        for _ in range(12):
+            operation = source.choice(["append", "generate", "leave", "rewind", "fork", "close"])
+            try:
+                if operation == "append":
+                    await runtime.append(session, OWNER, [1, 2, 3])
+                elif operation == "generate":
+                    await _sampled(runtime, session)
+                elif operation == "leave":
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(source.random() / 50):
+                            await _sampled(runtime, session, SamplingParams(seed=1, max_tokens=500))
+                elif operation == "rewind":
+                    await runtime.rewind(session, OWNER, 1)
+                elif operation == "fork":
+                    await runtime.close((await runtime.fork(session, OWNER))[0].session_id, OWNER)
+                else:
+                    await runtime.close(session, OWNER)
+                    session = (await runtime.create(OWNER, tokens=[number])).session_id
+            except refusals:
+                session = (await runtime.create(OWNER, tokens=[number])).session_id
+
+    await asyncio.gather(*(client(number) for number in range(3)))
+    for view in runtime.list_sessions(OWNER):
+        assert (view.inv1_violations, view.inv2_violations, view.is_busy) == (0, 0, False)
+        await runtime.close(view.session_id, OWNER)
+    assert [(await runtime.create(OWNER)).session_id for _ in range(4)]
