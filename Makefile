@@ -19,7 +19,7 @@ setup: $(READY) ## create .venv, install what constraints.txt pins, fetch the de
 
 $(READY): pyproject.toml constraints.txt sdks/python/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]' -e sdks/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[torch,dev]' -e sdks/python
 	$(BIN)/holdfast models pull
 	touch $@
 

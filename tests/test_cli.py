@@ -61,10 +61,6 @@ def test_a_conversation_remembers_and_tells_what_left_the_window() -> None:
     assert len(done.stdout.strip()) > 20
 
 
-def test_the_end_of_input_ends_the_chat(capfd: pytest.CaptureFixture[str]) -> None:
-    assert _run("chat", *SMALL, stdin="").returncode == 0
-
-
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
     outer, inner = pty.openpty()
     process = subprocess.Popen(

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import random
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -463,6 +465,35 @@ async def test_keys_and_owners(keys_file: str) -> None:
         await server.stub.CloseSession(pb.CloseSessionRequest(session_id=session), metadata=ann)
         async with refused(grpc.StatusCode.NOT_FOUND, "session_not_found", detail="unknown"):
             await call_as("Bearer secret-b", session)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for this machine, and its key."""
+    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(chain)]
+    subprocess.run([*make, *names], check=True, capture_output=True)
+    return chain, key
+
+
+async def test_tls_on_both_doors(keys_file: str, certificate: tuple[Path, Path]) -> None:
+    chain, key = certificate
+    files = {"tls_cert": str(chain), "tls_key": str(key), "keys_file": keys_file}
+    async with serving(SlowEngine(), **files) as server:
+        credentials = grpc.ssl_channel_credentials(chain.read_bytes())
+        async with grpc.aio.secure_channel(server.address, credentials) as channel:
+            stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+            async with refused(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated"):
+                await stub.GetModelInfo(pb.GetModelInfoRequest())
+            ann = [("authorization", "Bearer secret-a")]
+            info = await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=ann)
+            assert info.vocabulary_size == VOCABULARY
+        with pytest.raises(grpc.aio.AioRpcError):  # plain text is not understood
+            await server.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+        trusted = ssl.create_default_context(cafile=str(chain))
+        async with httpx.AsyncClient(base_url=f"https://{server.http}", verify=trusted) as client:
+            assert (await client.get("/healthz")).status_code == 200
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "example.org:0"])

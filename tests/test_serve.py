@@ -134,28 +134,6 @@ def test_ctrl_c_drains_and_exits_0_and_aliases_warn() -> None:
     assert running.stop() == 0
 
 
-def test_tls_and_keys(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 2 -subj /CN=localhost "
-        "-addext subjectAltName=DNS:localhost,IP:127.0.0.1",
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
-    keys = tmp_path / "keys"
-    keys.write_text("ann:secret\n")
-    running = start("--tls-cert", str(certificate), "--tls-key", str(key), env={"HOLDFAST_KEYS_FILE": str(keys)})
-    credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
-    with grpc.secure_channel(running.grpc, credentials) as channel:
-        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
-        with pytest.raises(grpc.RpcError):
-            stub.GetModelInfo(pb.GetModelInfoRequest())
-        info = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=[("authorization", "Bearer secret")])
-        assert info.vocabulary_size == 49152
-    assert running.stop() == 0
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -105,6 +105,7 @@ class FakeRuntime(RuntimeServiceServicer):
         if not 0 <= request.to_position <= len(session.tokens):
             await _invalid(context, "no such position")
         session.cut(request.to_position)
+        session.num_rewinds += 1
         return pb.RewindSessionResponse(history_length=len(session.tokens), recomputed_tokens=0)
 
     async def GetSessionInfo(self, request: Any, context: Context) -> pb.SessionInfo:

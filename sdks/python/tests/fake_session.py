@@ -26,6 +26,7 @@ class FakeSession:
     spans: list[Span] = field(default_factory=list)
     reported: int = 0
     busy: bool = False
+    num_rewinds: int = 0
     lingering: int = 0  # how many more times it says that it is busy after a client left
 
     @property
@@ -77,4 +78,5 @@ def session_info(session: FakeSession) -> pb.SessionInfo:
         metadata=session.metadata,
         sink=session.sink,
         recent=RECENT,
+        rewind_count=session.num_rewinds,
     )
