@@ -68,7 +68,7 @@ def server() -> Iterator[Process]:
 
 def test_the_banner_says_where_the_doors_are_and_what_to_try(server: Process) -> None:
     assert "3 sessions of 4 + 64 tokens" in server.banner
-    assert f"holdfast chat --server {server.grpc}" in server.banner
+    assert f"chat --server {server.grpc}" in server.banner
     assert httpx.get(f"http://{server.http}/readyz").status_code == 200
 
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import shutil
 import sys
 from dataclasses import replace
 from typing import Any
@@ -72,6 +73,7 @@ def _banner(console: Console, model: str, engine: EngineConfig, doors: Doors) ->
     console.print(f"  gRPC     {doors.grpc}")
     if doors.http:
         console.print(f"  metrics  http://{doors.http}/metrics")
-    console.print(f"  try it   holdfast chat --server {doors.grpc}")
+    command = "holdfast" if shutil.which("holdfast") else sys.argv[0]  # as it can be typed here
+    console.print(f"  try it   {command} chat --server {doors.grpc}")
     console.print("[dim]Ctrl-C drains and stops[/]")
     sys.stderr.flush()
