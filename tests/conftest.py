@@ -1,18 +1,18 @@
 """Shared fixtures: the real default model, loaded once, and small random models of every family."""
 
-import os
-
 import pytest
 from hypothesis import HealthCheck, settings
 
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine, load_engine
 from holdfast.models import GGUFSource, open_model
+from tests.effort import THOROUGH, examples
 
 _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("default", max_examples=25, deadline=None, suppress_health_check=_quiet, derandomize=True)
-settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=_quiet)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.register_profile(
+    "holdfast", max_examples=examples(25), deadline=None, suppress_health_check=_quiet, derandomize=not THOROUGH
+)
+settings.load_profile("holdfast")
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from tests import engine_cases
 from tests.driving import difference, forward, run_chunks
+from tests.effort import examples
 from tests.engine_cases import Case, random_tokens
 
 SHAPE = SlabShape(recent=12, max_pin=5, prefill_chunk=9, draft_length=3, rewind_tokens=7)
@@ -47,7 +48,7 @@ def _check(case: Case, slab: Slab, history: list[int], logits: np.ndarray) -> No
 
 
 @pytest.mark.parametrize("windows", [1, 2, 10])
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(sink=st.integers(0, SHAPE.max_pin), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5))
 @pytest.mark.parametrize("name", engine_cases.NAMES)
 def test_any_chunking_gives_the_dense_logits(name: str, windows: int, sink: int, sizes: list[int]) -> None:
@@ -139,7 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", engine_cases.NAMES)
 def test_any_history_of_operations_gives_the_dense_logits(name: str) -> None:
     machine = type("Machine", (EngineMachine,), {"case": cached_case(name)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=8, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(8), stateful_step_count=30))
 
 
 def test_only_wanted_logits_come_back(case: Case) -> None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from holdfast.engine.window import Window
 from holdfast.errors import CapacityExhausted, InvalidArgument, RecomputeTooLong
+from tests.effort import examples
 
 shapes = st.builds(
     SlabShape,
@@ -132,7 +133,7 @@ class SlabMachine(RuleBasedStateMachine):
 
 
 TestSlabMachine = SlabMachine.TestCase
-TestSlabMachine.settings = settings(max_examples=150, stateful_step_count=60)
+TestSlabMachine.settings = settings(max_examples=examples(150), stateful_step_count=60)
 
 
 def test_judging_a_rewind_by_length_instead_of_high_reads_overwritten_keys() -> None:
@@ -189,6 +190,17 @@ def test_rewinding_into_the_pinned_part_is_always_free() -> None:
         slab.begin_write(4)
         slab.end_write(4)
     assert [length for length in range(50) if slab.can_rewind(length)] == [0, 1, 2, 3, 4]
+
+
+def test_a_slab_rewound_into_its_pinned_part_starts_its_ring_anew() -> None:
+    slab = SlabPool(1, SlabShape(recent=8, max_pin=4, prefill_chunk=4, rewind_tokens=2)).acquire(4)
+    while slab.length < 100:
+        slab.begin_write(4)
+        slab.end_write(4)
+    slab.rewind(2)
+    slab.begin_write(4)
+    slab.end_write(4)
+    assert slab.intact() == (range(4), range(4, 6))
 
 
 def test_the_pool_lends_every_slab_once() -> None:

@@ -10,6 +10,7 @@ from holdfast.sessions import store as stores
 from holdfast.sessions.gate import Gate
 from holdfast.sessions.session import Session
 from holdfast.sessions.store import Store, new_session_id
+from tests.effort import examples
 
 OWNERS = ("ann", "bob")
 
@@ -112,7 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestStoreMachine.settings = settings(max_examples=examples(100), stateful_step_count=40)
 
 
 def test_closing_beats_busy() -> None:

@@ -14,6 +14,7 @@ from holdfast.generation import Sampled, SamplingParams
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
+_ROUNDING = 1e-9  # two even tokens reach a top_p of 0.5 with one of them, whatever the last bit says
 _NUCLEUS_GUESS = 1024  # most nuclei are smaller than this, and partitioning beats sorting the vocabulary
 
 
@@ -81,7 +82,7 @@ def survivors(scaled: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
         kept = _nucleus(logprobs, params.top_p)
         ids, logprobs = ids[kept], _renormalised(logprobs[kept])
     if params.min_p > 0:
-        kept = np.flatnonzero(logprobs >= logprobs.max() + math.log(params.min_p))
+        kept = np.flatnonzero(logprobs >= logprobs.max() + math.log(params.min_p) - _ROUNDING)
         ids, logprobs = ids[kept], _renormalised(logprobs[kept])
     reachable = np.flatnonzero(logprobs >= logprobs.max() - REACH)
     return ids[reachable], logprobs[reachable]
@@ -111,9 +112,9 @@ def _nucleus(logprobs: Floats, top_p: float) -> Ids:
         ids = _largest(logprobs, min(num, logprobs.size))
         order = ids[np.argsort(-logprobs[ids], kind="stable")]
         mass = np.cumsum(np.exp(logprobs[order]))
-        if mass[-1] >= top_p:
+        if mass[-1] >= top_p - _ROUNDING:
             break
-    return np.sort(order[: int(np.searchsorted(mass, top_p)) + 1])
+    return np.sort(order[: int(np.searchsorted(mass, top_p - _ROUNDING)) + 1])
 
 
 def _top(logits: NDArray[np.float32], norm: float, num: int) -> tuple[tuple[int, float], ...]:

@@ -45,7 +45,7 @@ class Slab:
     window: Window
     capacity: int
     length: int = 0
-    high: int = 0  # one past the highest position ever written; never falls while history stands
+    high: int = 0  # one past the highest position written since the ring was last of no use
 
     @property
     def ring(self) -> int:
@@ -101,6 +101,8 @@ class Slab:
         if not self.can_rewind(length):
             raise RecomputeTooLong(target=length, lowest=self.lowest_rewind())
         self.length = length
+        if length <= self.window.sink:
+            self.high = length  # no ring cell is of use any more; each is written again before it is seen
 
     def reset(self) -> None:
         """Start over from position 0; every cell will be written before it is seen again."""
