@@ -39,6 +39,16 @@ def test_a_wrong_file_is_one_clear_sentence(tmp_path: Path, text: str, says: str
         _load(file=file)
 
 
+@pytest.mark.parametrize("flags", [{"max_batch": 0}, {"sessions": -1}, {"prefill_chunk": 0}, {"sink": -1}])
+def test_numbers_out_of_range_are_refused_by_name(flags: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(flags))):
+        _load(flags=flags)
+    for name in ("idle_ttl_s", "drain_s"):
+        for value in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ConfigError, match=name):
+                config.load(config.ServeConfig, flags={name: value}, environment={})
+
+
 def test_a_missing_file_and_a_wrong_variable_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config file"):
         _load(file=tmp_path / "none.toml")

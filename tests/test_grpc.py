@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from holdfast.engine.torch import TorchEngine
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, EngineDied
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.server import SERVICE
@@ -118,6 +118,22 @@ async def test_health_flips_to_not_serving_on_drain() -> None:
             await other.CreateSession(pb.CreateSessionRequest())
         assert len(await tokens_of(running)) == 299  # what ran may end
         await closing
+
+
+async def test_a_server_whose_engine_died_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+
+    async def until_dead() -> None:
+        async with serving(SlowEngine()) as server:
+            session = await create(server, [1])
+            monkeypatch.setattr(server.worker._sequences.scheduler, "plan", lambda: 1 / 0)
+            async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
+                await generate(server, session).read()
+            await asyncio.sleep(30)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await until_dead()
+    assert caught.group_contains(EngineDied, match="ZeroDivisionError")
 
 
 async def test_drain_cancels_what_outlasts_it() -> None:
@@ -438,7 +454,7 @@ async def test_export_and_import_say_that_they_come_later(server: Server) -> Non
 @pytest.fixture
 def keys_file(tmp_path: Path) -> str:
     path = tmp_path / "keys"
-    path.write_text("# team keys\nann:secret-a\n\nbob:secret-b\n")
+    path.write_text("# team keys\nann: secret-a\n\n  bob:secret-b\n  # eve:old\n", encoding="utf-8-sig")
     return str(path)
 
 
@@ -508,6 +524,10 @@ async def test_other_addresses_than_loopback_need_keys(address: str) -> None:
     [
         ({"grpc": "nonsense"}, "not HOST:PORT"),
         ({"grpc": "127.0.0.1:99999"}, "not HOST:PORT"),
+        ({"grpc": "::1:50051"}, "brackets"),
+        ({"grpc": ":50051"}, "not HOST:PORT"),
+        ({"grpc": "127.0.0.1:²"}, "not HOST:PORT"),
+        ({"tls_cert": __file__, "tls_key": __file__}, "are not a certificate and its key"),
         ({"tls_cert": "only.pem"}, "both --tls-cert and --tls-key"),
         ({"tls_cert": "none.pem", "tls_key": "none.pem"}, r"cannot read none\.pem"),
         ({"keys_file": "/no/such/file"}, "cannot read the keys file"),
@@ -527,7 +547,7 @@ async def test_a_port_that_is_taken_is_refused(server: Server) -> None:
                 pass
 
 
-@pytest.mark.parametrize("text", ["no colon", "ann:", ":key", "ann:x\nbob:x", "# nothing"])
+@pytest.mark.parametrize("text", ["no colon", "ann:", ":key", "ann:x\nbob:x", "  # ann:old", "ann:two words"])
 async def test_a_wrong_keys_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)

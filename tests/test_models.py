@@ -63,6 +63,11 @@ def test_a_sliding_window_limits_the_context() -> None:
         ({"num_key_value_heads": 4}, "6 heads cannot share 4"),
         ({"head_dim": 7}, "head_dim 7"),
         ({"vocab_size": ...}, "lacks 'vocab_size'"),
+        ({"vocab_size": "many"}, "cannot be"),
+        ({"max_position_embeddings": None}, "cannot be"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be"),
+        ({"rms_norm_eps": None}, "norm epsilon is None"),
+        ({"rope_parameters": "linear"}, "cannot be"),
     ],
 )
 def test_a_config_that_is_not_supported_is_named(change: dict[str, object], says: str) -> None:

@@ -154,3 +154,70 @@ async def test_random_interleavings_never_lose_a_place_or_a_token(runtime: Runti
         assert (view.inv1_violations, view.inv2_violations, view.is_busy) == (0, 0, False)
         await runtime.close(view.session_id, OWNER)
     assert [(await runtime.create(OWNER)).session_id for _ in range(4)]
+
+
+async def test_a_rewind_cancelled_before_the_engine_got_to_it_leaves_both_sides_agreeing(runtime: Runtime) -> None:
+    neighbour = (await runtime.create(OWNER)).session_id
+    session = (await runtime.create(OWNER, tokens=list(range(20)))).session_id
+    for _ in range(10):
+        busy = asyncio.create_task(runtime.append(neighbour, OWNER, [1] * 100))
+        task = asyncio.create_task(runtime.rewind(session, OWNER, 10))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while runtime.info(session, OWNER).is_busy:
+            await asyncio.sleep(0.001)
+        length = runtime.info(session, OWNER).history_length
+        done = await runtime.append(session, OWNER, [1] * (20 - length) or [2])
+        assert done.history_length == max(20, length + 1)
+        await runtime.rewind(session, OWNER, 20)
+        await busy
+
+
+async def test_an_operation_overtaken_by_close_is_told_so(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER, tokens=[1])).session_id
+    task = asyncio.create_task(runtime.append(session, OWNER, [1] * 3000))
+    while not runtime.info(session, OWNER).is_busy:
+        await asyncio.sleep(0)
+    await runtime.close(session, OWNER)
+    with pytest.raises(SessionNotFound) as caught:
+        await task
+    assert caught.value.detail == "closed"
+
+
+async def test_a_refused_empty_append_leaves_no_trace(runtime: Runtime) -> None:
+    session = (await runtime.create(OWNER, tokens=[1, 2])).session_id
+    await _sampled(runtime, session)
+    before = runtime.info(session, OWNER)
+    with pytest.raises(InvalidArgument):
+        await runtime.append(session, OWNER, [])
+    assert runtime.info(session, OWNER).given == before.given
+
+
+async def test_the_reaper_looks_again_before_every_removal() -> None:
+    now = 0.0
+    worker = Worker(SlowEngine(forward_s=0.001))
+    backend = EmbeddedBackend(worker, model_of(worker.engine))
+    backend.start()
+    runtime = Runtime(backend, idle_ttl_s=0.01, clock=lambda: now)
+    ids = [(await runtime.create(OWNER, tokens=[1])).session_id for _ in range(3)]
+    now = 1.0
+    reaper = asyncio.create_task(runtime.reap())
+    real_close, closing = backend.close, asyncio.Event()
+
+    async def slow_close(handle: int) -> int:
+        closing.set()
+        await asyncio.sleep(0.05)
+        return await real_close(handle)
+
+    backend.close = slow_close  # type: ignore[method-assign]
+    await closing.wait()  # the first one is being removed
+    task = asyncio.create_task(_sampled(runtime, ids[1], SamplingParams(seed=0, max_tokens=60, temperature=0)))
+    await asyncio.sleep(0)
+    await runtime.close(ids[2], OWNER)
+    assert len(await task) == 60  # busy while the reaper came by
+    assert not reaper.done()
+    reaper.cancel()
+    backend.stop()

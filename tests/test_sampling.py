@@ -104,6 +104,14 @@ def test_pruning_what_noise_cannot_lift_changes_nothing() -> None:
         assert drawn.sampling_logprob == pytest.approx(scaled[drawn.token], abs=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-30, 1e300])
+def test_extreme_temperatures_are_greedy_or_even(temperature: float) -> None:
+    logits = np.array([0.0, 3.0, 2.9, -1e30], np.float32)
+    drawn = _draw(logits, temperature=temperature, logit_bias={0: 1e6} if temperature < 1 else {})
+    assert temperature > 1 or drawn.token == 0
+    assert math.isfinite(drawn.sampling_logprob)
+
+
 def test_both_logprobs_are_recorded() -> None:
     logits = np.array([0.0, 1.0, 2.0, 3.0], np.float32)
     drawn = _draw(logits, temperature=0.5, top_k=2, logit_bias={0: -5.0})
@@ -163,6 +171,8 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
         {"top_logprobs": 21},
         {"choice": -1},
         {"logit_bias": {3: math.nan}},
+        {"logit_bias": {3: 1e308}},
+        {"frequency_penalty": 1e300},
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(bad: dict[str, object]) -> None:

@@ -482,6 +482,32 @@ async def test_stopping_leaves_nobody_waiting() -> None:
         await generate(worker, sequence)
 
 
+async def test_an_engine_that_fails_a_command_fails_only_its_caller(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = await worker.open()
+    await worker.append(sequence, [1, 2])
+
+    def broken(*arguments: object) -> None:
+        raise MemoryError("no room on the device")
+
+    monkeypatch.setattr(worker.engine, "copy_slab", broken)
+    with pytest.raises(SessionFailed, match="no room on the device"):
+        await worker.fork(sequence)
+    assert worker.num_free_slabs == 3
+    monkeypatch.undo()
+    assert len(await generate(worker, await worker.fork(sequence), 3)) == 3
+
+
+async def test_a_generation_on_a_stopped_worker_fails_at_once_also_when_left(worker: Worker) -> None:
+    sequence = await worker.open()
+    await asyncio.to_thread(worker.stop)
+    stream = worker.generate(sequence, greedy(), [1])
+    with pytest.raises(Draining):
+        await stream.__aenter__()
+    await stream.__aexit__(None, None, None)
+
+
 async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     sequence = await worker.open()
@@ -495,6 +521,7 @@ async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(worker: Worker, m
         await generate(worker, sequence)
     with pytest.raises(Draining):
         await worker.open()
+    assert isinstance(worker.failure, ZeroDivisionError)
 
 
 def test_a_loop_that_closed_cancels_its_runs() -> None:

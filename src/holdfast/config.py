@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,9 +16,17 @@ ENVIRONMENT_PREFIX = "HOLDFAST_"
 C = TypeVar("C")
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, aliases: tuple[str, ...] = ()) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    aliases: tuple[str, ...] = (),
+    least: int = 0,
+) -> Any:
     """A dataclass field that is also a flag, an environment variable and a key of the config file."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases})
+    facts = {"help": help, "choices": choices, "aliases": aliases, "least": least}
+    return dataclasses.field(default=default, metadata=facts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +35,14 @@ class EngineConfig:
 
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     dtype: str = option("bfloat16", "weights and cache", choices=("float32", "bfloat16"))
-    sessions: int = option(16, "slabs, that is, sessions with a live cache", aliases=("--capacity",))
+    sessions: int = option(16, "slabs, that is, sessions with a live cache", aliases=("--capacity",), least=1)
     sink: int = option(4, "first tokens that every session keeps")
     recent: int = option(2048, "last tokens that a session keeps", aliases=("--window",))
     max_pin: int = option(512, "most first tokens that a session may ask to keep")
-    prefill_chunk: int = option(256, "prompt tokens computed between two tokens of running streams")
+    prefill_chunk: int = option(256, "prompt tokens computed between two tokens of running streams", least=1)
     rewind_tokens: int = option(1024, "how far back a session can go without recomputing")
     max_recompute_tokens: int = option(65536, "longest history that a far rewind may recompute")
-    max_batch: int = option(64, "sequences that share one decoding step")
+    max_batch: int = option(64, "sequences that share one decoding step", least=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +79,12 @@ def load(
                 field, text, f"the environment variable {ENVIRONMENT_PREFIX}{field.name.upper()}"
             )
     values |= {name: value for name, value in flags.items() if value is not None}
-    return cls(**values)
+    loaded = cls(**values)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        value, least = getattr(loaded, field.name), field.metadata["least"]
+        if isinstance(value, int | float) and not least <= value < math.inf:
+            raise ConfigError(f"{field.name} must be {least} or more, got {value}")
+    return loaded
 
 
 def _from_file(cls: type[Any], path: Path, others: Collection[str]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ HoldfastError
 ├── RecomputeTooLong         the slab no longer holds what the target position must see
 ├── SnapshotMismatch         the snapshot belongs to another model, window or history
 ├── Unimplemented            the wire has it, this build does not yet
-└── Draining                 the server or its engine is going away
+├── Draining                 the server or its engine is going away
+└── EngineDied               the engine's thread ended by itself; the process must be started again
 """
 
 
@@ -127,3 +128,7 @@ class Unimplemented(HoldfastError):
 
 class Draining(HoldfastError):
     code = "draining"
+
+
+class EngineDied(HoldfastError):
+    code = "engine_died"

@@ -8,6 +8,7 @@ from enum import StrEnum
 from holdfast.errors import InvalidArgument
 
 MAX_TOP_LOGPROBS = 20
+MAX_BIAS = 1e6  # beyond any logit, and far from overflowing one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,15 @@ class SamplingParams:
         check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         check("top_k", self.top_k >= 0, "0 (all) or more")
         check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        check("presence_penalty", math.isfinite(self.presence_penalty), "finite")
-        check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 and finite")
+        check("presence_penalty", abs(self.presence_penalty) <= MAX_BIAS, f"at most {MAX_BIAS:g} either way")
+        check("frequency_penalty", abs(self.frequency_penalty) <= MAX_BIAS, f"at most {MAX_BIAS:g} either way")
+        check(
+            "repetition_penalty", 1 / MAX_BIAS <= self.repetition_penalty <= MAX_BIAS, f"above 0, at most {MAX_BIAS:g}"
+        )
         check("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}")
-        check("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers")
+        check(
+            "logit_bias", all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"at most {MAX_BIAS:g} either way"
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         for name in ("logit_bias", "stop_token_ids", "eos_token_ids"):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from holdfast.config import EngineConfig
 from holdfast.engine.stream import Stream
 from holdfast.engine.worker import Worker
+from holdfast.errors import Draining, SessionNotFound
 from holdfast.generation import Done, SamplingParams
 from holdfast.models import ModelSource
 from holdfast.sessions.ports import BackendView, ModelInfo
@@ -23,6 +24,11 @@ class EmbeddedBackend:
     def stop(self) -> None:
         """Blocks for at most one step."""
         self._worker.stop()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine's thread is gone, if nobody asked it to go."""
+        return self._worker.failure
 
     @property
     def model(self) -> ModelInfo:
@@ -51,7 +57,10 @@ class EmbeddedBackend:
         return await self._worker.close(handle)
 
     def view(self, handle: int) -> BackendView:
-        info = self._worker.info(handle)
+        try:
+            info = self._worker.info(handle)
+        except SessionNotFound as exc:  # handles of open sessions last as long as the engine does
+            raise Draining("the engine has stopped") from exc
         return BackendView(
             history_length=info.history_length,
             num_dropped=info.num_dropped,

@@ -20,7 +20,7 @@ from holdfast.cli.flags import add_flags, settings
 from holdfast.cli.lines import EmbeddedLine, Line, RemoteLine
 from holdfast.config import DEFAULT_MODEL, EngineConfig
 from holdfast.engine.embedded import build_worker
-from holdfast.errors import InvalidArgument
+from holdfast.errors import HoldfastError
 from holdfast.generation import SamplingParams, Truncated
 from holdfast.models import ModelSource, open_model
 from holdfast.sessions.runtime import Runtime
@@ -111,8 +111,8 @@ def _converse(conversation: Conversation, runner: asyncio.Runner, console: Conso
                 runner.run(_answer(conversation, line, console))
             except KeyboardInterrupt:
                 console.print("\n[dim]stopped; what was said stays in the session[/]")
-            except InvalidArgument as exc:
-                console.print(f"[red]{exc}[/]")
+            except HoldfastError as exc:
+                console.print(f"[red]{exc}[/] [dim](/reset starts over)[/]")
 
 
 async def _answer(conversation: Conversation, text: str, console: Console) -> None:

@@ -10,6 +10,7 @@ from holdfast.chat.detokenize import Detokenizer
 from holdfast.chat.template import Message
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.cli.lines import Line
+from holdfast.errors import HoldfastError
 from holdfast.generation import Done, Sampled, SamplingParams, Truncated
 
 
@@ -33,13 +34,14 @@ class Conversation:
     async def ask(self, text: str) -> AsyncGenerator[str | Truncated | Done, None]:
         """The answer as it comes: pieces of text, what left the window, and at the end what it cost."""
         message = {"role": "user", "content": text}
-        if self._is_open:
-            tokens = self._continuation.tail([await self._line.last_token()], [message])
-        else:
-            messages = [*self._system, message]
-            tokens = self._continuation.first(messages)
+        messages = [*self._system, message]
+        if not self._is_open:
             await self._line.open(max(self._line.sink, self._continuation.pinned(messages, self._line.max_pin)))
             self._is_open = True
+        if (await self._line.facts()).history_length:
+            tokens = self._continuation.tail([await self._line.last_token()], [message])
+        else:
+            tokens = self._continuation.first(messages)
         detokenizer = Detokenizer(self._tokenizer)
         times: list[float] = []
         async with contextlib.aclosing(self._line.say(tokens, self._params)) as events:
@@ -59,7 +61,8 @@ class Conversation:
         """Forget everything; the next question opens a new session."""
         if self._is_open:
             self._is_open = False
-            await self._line.close()
+            with contextlib.suppress(HoldfastError):  # it may be gone already, which is as good
+                await self._line.close()
 
     async def summary(self, done: Done) -> str:
         """What the last answer cost."""

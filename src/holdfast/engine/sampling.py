@@ -44,7 +44,9 @@ def _sample(logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogit
     if params.temperature == 0:
         token, sampling_logprob = int(adjusted.argmax()), 0.0
     else:
-        ids, scaled = survivors(adjusted / params.temperature, params)
+        with np.errstate(over="ignore"):  # at a tiny temperature all but the best become -inf, as they should
+            scaled = (adjusted - adjusted.max()) / params.temperature
+        ids, scaled = survivors(scaled, params)
         winner = int((scaled + gumbel(params.seed, pick.position, ids, params.choice)).argmax())
         token, sampling_logprob = int(ids[winner]), float(scaled[winner])
     return Sampled(

@@ -1,13 +1,15 @@
 """All sequences of one engine and what runs on them. No threads, no loops: one owner calls, step by step."""
 
+import contextlib
 from array import array
+from collections.abc import Iterator
 
 from holdfast.engine import snapshot as snapshots
 from holdfast.engine.interface import Engine
 from holdfast.engine.run import Failed, Run
 from holdfast.engine.scheduler import Scheduler
 from holdfast.engine.sequence import Sequence, SequenceInfo
-from holdfast.engine.slab import SlabPool
+from holdfast.engine.slab import Slab, SlabPool
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.step import Outcome, step
 from holdfast.errors import HoldfastError, SessionBusy, SessionFailed, SessionNotFound
@@ -49,7 +51,8 @@ class Sequences:
     def fork(self, sequence_id: int, new_id: int) -> None:
         source = self.idle(sequence_id)
         slab = self.pool.acquire(source.slab.window.sink)
-        self.engine.copy_slab(source.slab, slab)
+        with self._given_back_on_error(slab):
+            self.engine.copy_slab(source.slab, slab)
         slab.length, slab.high = source.slab.length, source.slab.high
         fork = Sequence(new_id, slab, source.tokens)
         fork.reported_dropped = source.reported_dropped
@@ -57,10 +60,19 @@ class Sequences:
 
     def restore(self, new_id: int, snapshot: Snapshot, tokens: "array[int]") -> None:
         slab = self.pool.acquire(snapshot.header.sink)
-        snapshots.restore(self.engine, snapshot, slab)
+        with self._given_back_on_error(slab):
+            snapshots.restore(self.engine, snapshot, slab)
         sequence = Sequence(new_id, slab, tokens)
         sequence.reported_dropped = snapshot.header.reported_dropped
         self._add(sequence)
+
+    @contextlib.contextmanager
+    def _given_back_on_error(self, slab: Slab) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.pool.release(slab)
+            raise
 
     def rewind(self, sequence_id: int, length: int) -> int:
         """How many tokens must be computed again; doing so is up to a run."""

@@ -39,7 +39,7 @@ def forward(engine: Engine, works: list[Work]) -> list[Outcome]:
     except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the row that caused it
         if len(works) > 1:
             return [outcome for work in works for outcome in forward(engine, [work])]
-        return [Outcome(works[0].run, _failure(exc))]
+        return [Outcome(works[0].run, as_holdfast_error(exc))]
     return _commit(works, rows, picked, time.perf_counter() - started)
 
 
@@ -84,7 +84,8 @@ def _commit(
     return outcomes
 
 
-def _failure(exc: Exception) -> HoldfastError:
+def as_holdfast_error(exc: Exception) -> HoldfastError:
+    """What the engine raised, in words that a caller can act on."""
     if isinstance(exc, HoldfastError):
         return exc
     failure = SessionFailed(f"the model failed on this sequence: {type(exc).__name__}: {exc}")

@@ -26,15 +26,19 @@ class Stream:
         self._arrived = asyncio.Event()
         self._error: HoldfastError | None = None
         self._done: Done | None = None
+        self._has_started = False
 
     async def __aenter__(self) -> Self:
         self.loop = asyncio.get_running_loop()
         self._start(self)
+        self._has_started = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self._has_started:
+            return
         if not self._is_over:
             # A worker that stops sends every stream its last word, so waiting is right either way.
             with contextlib.suppress(Draining):

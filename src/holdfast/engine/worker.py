@@ -24,6 +24,7 @@ from holdfast.engine.run import Failed, Run
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.sequences import Sequences
 from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.step import as_holdfast_error
 from holdfast.engine.stream import Mailroom, Stream
 from holdfast.errors import Draining, HoldfastError, InvalidArgument, SessionNotFound
 from holdfast.generation import Done, SamplingParams
@@ -61,6 +62,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._mailroom = Mailroom()
         self._is_stopping = False
+        self.failure: BaseException | None = None  # why the thread ended, if nobody asked it to
         self._lock = threading.Lock()  # orders `_post` against the thread's last look at the inbox
         self._thread = threading.Thread(target=self._main, name="holdfast-engine", daemon=True)
 
@@ -151,17 +153,22 @@ class Worker:
             self._inbox.put(command)
 
     async def _call(self, action: Callable[[], T]) -> T:
-        """The action's result. Once posted it is carried out, whether or not the caller still waits."""
+        """The action's result. Once posted it is carried out; a caller who leaves goes only when it was."""
         future: Future[T] = Future()
 
         def command() -> None:
             try:
                 future.set_result(action())
-            except HoldfastError as exc:
-                future.set_exception(exc)
+            except Exception as exc:  # noqa: BLE001 - it is this caller's, and must not end the thread
+                future.set_exception(as_holdfast_error(exc))
 
         self._post(command)
-        return await asyncio.shield(asyncio.wrap_future(future))
+        answer = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            await asyncio.gather(answer, return_exceptions=True)
+            raise
 
     async def _acquire(self, sequence_id: int, action: Callable[[], None]) -> int:
         """Run an action that opens `sequence_id`; a caller who left meanwhile leaves no slab behind."""
@@ -209,6 +216,9 @@ class Worker:
                     num_served = self._sequences.step()
                     self._on_step(num_served, time.perf_counter() - started)
                 self._mailroom.flush()
+        except BaseException as exc:
+            self.failure = exc
+            raise
         finally:
             self._abandon()
 

@@ -41,6 +41,8 @@ class Architecture:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ModelError(f"the model's {name} is {getattr(self, name)}, which cannot be")
+        if not (isinstance(self.norm_epsilon, float) and self.norm_epsilon > 0):
+            raise ModelError(f"the model's norm epsilon is {self.norm_epsilon}, which cannot be")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
         if self.head_dim % 2 or len(self.inverse_frequencies) != self.head_dim // 2:
@@ -112,6 +114,8 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
         )
     except KeyError as exc:
         raise ModelError(f"config.json lacks {exc.args[0]!r}") from exc
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as exc:
+        raise ModelError(f"config.json has a value that cannot be: {exc}") from exc
 
 
 def _trained_context(family: str, config: dict[str, Any]) -> int:

@@ -70,6 +70,14 @@ class GGUFFile:
         if kind not in _FAMILIES:
             known = ", ".join(_FAMILIES)
             raise ModelError(f"{self.path}: GGUF architecture {kind!r} is not supported; known: {known}")
+        try:
+            return self._architecture(kind)
+        except (TypeError, ValueError, ZeroDivisionError) as exc:  # lists where one number is expected, zeros
+            raise ModelError(f"{self.path} has a value that is not supported: {exc}") from exc
+
+    def _architecture(self, kind: str) -> Architecture:
+        if "token_embd.weight" not in self._tensors:
+            raise ModelError(f"{self.path} lacks the tensor token_embd.weight")
         num_heads = int(self._required(f"{kind}.attention.head_count"))
         hidden_size = int(self._required(f"{kind}.embedding_length"))
         head_dim = int(self.value(f"{kind}.attention.key_length", hidden_size // num_heads))

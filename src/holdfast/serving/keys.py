@@ -47,15 +47,15 @@ def read_keys(path: str) -> Keys:
     if not path:
         return Keys()
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read the keys file {path}: {exc}") from exc
     owners: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.startswith("#"):
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
             continue
-        owner, separator, key = line.strip().partition(":")
-        if not separator or not owner or not key:
+        owner, _, key = (part.strip() for part in line.partition(":"))
+        if not owner or not key or len(key.split()) > 1:
             raise ConfigError(f"line {number} of {path} is not OWNER:KEY")
         if key in owners:
             raise ConfigError(f"line {number} of {path} repeats a key")
@@ -87,10 +87,11 @@ def check_free(address: str) -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
+    host, _, port = address.rpartition(":")
+    is_ipv6 = host.startswith("[") and host.endswith("]")
+    if not host or (":" in host and not is_ipv6) or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ConfigError(f"{address!r} is not HOST:PORT (an IPv6 host goes in brackets)")
+    return (host[1:-1] if is_ipv6 else host), int(port)
 
 
 def _is_loopback(host: str) -> bool:

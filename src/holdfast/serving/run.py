@@ -13,7 +13,7 @@ import uvicorn
 
 from holdfast.backends.embedded import EmbeddedBackend
 from holdfast.config import ServeConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, EngineDied
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.grpc import GrpcDoor, create_server
 from holdfast.serving.http import create_app
@@ -22,7 +22,7 @@ from holdfast.sessions.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-_LAG_INTERVAL_S = 0.25
+_WATCH_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ async def running(backend: EmbeddedBackend, config: ServeConfig, metrics: Metric
     backend.start()
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(runtime.reap()), group.create_task(_watch_lag(metrics))]
+            tasks = [group.create_task(runtime.reap()), group.create_task(_watch(backend, metrics))]
             if http:
                 tasks.append(group.create_task(http.server.serve(sockets=[http.socket])))
             await door.start()
@@ -78,6 +78,8 @@ async def running(backend: EmbeddedBackend, config: ServeConfig, metrics: Metric
                 for task in tasks[:2]:
                     task.cancel()
     finally:
+        if http:
+            http.socket.close()
         await asyncio.to_thread(backend.stop)
 
 
@@ -126,8 +128,11 @@ def _shown(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def _watch_lag(metrics: Metrics) -> None:
+async def _watch(backend: EmbeddedBackend, metrics: Metrics) -> None:
+    """Measure how late the loop runs; end the server where its engine has died, for a supervisor to restart."""
     while True:
         started = time.perf_counter()
-        await asyncio.sleep(_LAG_INTERVAL_S)
-        metrics.event_loop_lag.observe(max(0.0, time.perf_counter() - started - _LAG_INTERVAL_S))
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+        metrics.event_loop_lag.observe(max(0.0, time.perf_counter() - started - _WATCH_INTERVAL_S))
+        if backend.failure is not None:
+            raise EngineDied(f"the engine died: {type(backend.failure).__name__}: {backend.failure}")

@@ -88,7 +88,7 @@ class Runtime:
             try:
                 await self.append(session.id, owner, tokens)
             except BaseException:
-                await self._remove(session, "closed")
+                await self._discard(session)
                 raise
         return self._view(session)
 
@@ -96,6 +96,8 @@ class Runtime:
         self, session_id: str, owner: str, tokens: Sequence[int], *, expected_length: int | None = None
     ) -> Done:
         """Add given tokens and compute them. A caller who leaves does not take the tokens back."""
+        if not tokens:
+            raise InvalidArgument("append needs at least one token")
         session = self._enter(session_id, owner, expected_length)
         before = len(session.history)
 
@@ -180,7 +182,7 @@ class Runtime:
             try:
                 recomputed = (await self.rewind(fork.id, owner, length)).recomputed_tokens
             except BaseException:
-                await self._remove(fork, "closed")
+                await self._discard(fork)
                 raise
         return self._view(fork), recomputed
 
@@ -212,12 +214,14 @@ class Runtime:
         """Close sessions that have been idle for too long, for ever. A task of the server's."""
         while self._idle_ttl_s:
             await asyncio.sleep(min(self._idle_ttl_s / 4, 30))
-            for session in self._store.idle_longer_than(self._idle_ttl_s):
-                await self._remove(session, "expired")
+            while idle := self._store.idle_longer_than(self._idle_ttl_s):  # looked at anew after every wait
+                await self._remove(idle[0], "expired")
 
     async def drain(self, timeout_s: float) -> bool:
         """Admit nothing new, wait for what runs. False where something still ran at the end."""
         self._is_draining = True
+        if not self._num_running:
+            return True
         try:
             await asyncio.wait_for(self._all_idle.wait(), timeout_s)
         except TimeoutError:
@@ -261,7 +265,9 @@ class Runtime:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        return await task
+        result = await task
+        self._check_not_closed(session)
+        return result
 
     def _settle(self, session: Session, ending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Bring an operation to its end whoever still waits; only then is the session free again."""
@@ -315,5 +321,16 @@ class Runtime:
         self.metrics.session_total.labels(why).inc()
         return await asyncio.shield(asyncio.ensure_future(self._backend.close(session.handle)))
 
+    async def _discard(self, session: Session) -> None:
+        """Take back a session that its creator never learnt of, unless someone was faster."""
+        if not session.gate.is_closed:
+            await self._remove(session, "closed")
+
+    def _check_not_closed(self, session: Session) -> None:
+        """Closing beats everything: whoever is overtaken by it is told so, not that all went well."""
+        if session.gate.is_closed:
+            self._store.get(session.id, session.owner)
+
     def _view(self, session: Session) -> SessionView:
+        self._check_not_closed(session)
         return view_of(session, self._backend.view(session.handle), self.model.recent)

@@ -1,5 +1,6 @@
 """A grpc.aio server over a runtime, with health checking and reflection."""
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ def _bind(server: Any, config: ServeConfig) -> int:
         raise ConfigError("TLS needs both --tls-cert and --tls-key")
     try:
         key, chain = (Path(path).read_bytes() for path in (config.tls_key, config.tls_cert))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
+    except ssl.SSLError as exc:
+        raise ConfigError(f"{config.tls_cert} and {config.tls_key} are not a certificate and its key") from exc
     except OSError as exc:
         raise ConfigError(f"cannot read {exc.filename}: {exc.strerror}") from exc
     return int(server.add_secure_port(config.grpc, grpc.ssl_server_credentials([(key, chain)])))
