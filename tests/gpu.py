@@ -4,6 +4,7 @@ A machine with a GPU may have nothing but torch, transformers, safetensors and n
 """
 
 import asyncio
+import subprocess
 import sys
 import time
 import traceback
@@ -108,12 +109,32 @@ def a_snapshot_moves_between_cpu_and_gpu() -> str:
     return "both ways, the same 60 tokens"
 
 
+def a_lost_device_is_noticed() -> str:
+    """In a process of its own, which cannot use the device afterwards."""
+    script = (
+        "import torch\n"
+        "from holdfast.engine.interface import Row\n"
+        "from holdfast.engine.slab import SlabPool\n"
+        "from tests import gpu\n"
+        "engine = gpu._engine('llama')\n"
+        "slab = SlabPool(2, gpu.SHAPE).acquire(4)\n"
+        "try:\n"
+        "    engine.read_logits(engine.forward([Row(slab, [10**6], 1)]))\n"
+        "except Exception as exc:\n"
+        "    print('fatal' if engine.is_fatal(exc) else 'not fatal', type(exc).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("fatal"), (done.stdout, done.stderr[-500:])
+    return done.stdout.strip()
+
+
 CHECKS: tuple[Callable[[], str], ...] = (
     logits_equal_the_dense_oracle,
     bf16_stays_near_fp32,
     slabs_take_the_memory_they_say,
     the_cpu_and_the_gpu_draw_the_same_tokens,
     a_snapshot_moves_between_cpu_and_gpu,
+    a_lost_device_is_noticed,
 )
 
 

@@ -499,6 +499,28 @@ async def test_an_engine_that_fails_a_command_fails_only_its_caller(
     assert len(await generate(worker, await worker.fork(sequence), 3)) == 3
 
 
+@pytest.mark.parametrize("where", ["forward", "copy_slab"])
+async def test_a_lost_device_ends_the_worker_and_leaves_nobody_waiting(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    sequence, neighbour = await worker.open(), await worker.open()
+    for each in (sequence, neighbour):
+        await worker.append(each, [1, 2])
+
+    def lost(*arguments: object) -> None:
+        raise OSError("the device fell off the bus")
+
+    monkeypatch.setattr(worker.engine, where, lost)
+    monkeypatch.setattr(worker.engine, "is_fatal", lambda error: isinstance(error, OSError))
+    calls = [generate(worker, neighbour), worker.fork(sequence)] if where == "forward" else [worker.fork(sequence)]
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(result, SessionFailed | Draining | int)
+    with pytest.raises(Draining):
+        await worker.open()
+    assert isinstance(worker.failure, OSError)
+
+
 async def test_a_generation_on_a_stopped_worker_fails_at_once_also_when_left(worker: Worker) -> None:
     sequence = await worker.open()
     await asyncio.to_thread(worker.stop)

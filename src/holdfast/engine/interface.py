@@ -89,5 +89,8 @@ class Engine(Protocol):
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
         """Copy into the cells of `positions`, in order. Mutates them."""
 
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether the device is lost: nothing more can be computed on it in this process."""
+
     def clear_slab(self, slab: Slab) -> None:
         """Zero all cells: what a failed computation left must not poison the next owner."""

@@ -36,7 +36,9 @@ def forward(engine: Engine, works: list[Work]) -> list[Outcome]:
     try:
         logits = engine.forward(rows)
         picked = engine.sample(logits, list(_picks(works, rows)))
-    except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the row that caused it
+    except Exception as exc:
+        if engine.is_fatal(exc):
+            raise
         if len(works) > 1:
             return [outcome for work in works for outcome in forward(engine, [work])]
         return [Outcome(works[0].run, as_holdfast_error(exc))]

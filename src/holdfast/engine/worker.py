@@ -159,8 +159,10 @@ class Worker:
         def command() -> None:
             try:
                 future.set_result(action())
-            except Exception as exc:  # noqa: BLE001 - it is this caller's, and must not end the thread
+            except Exception as exc:
                 future.set_exception(as_holdfast_error(exc))
+                if self.engine.is_fatal(exc):
+                    raise
 
         self._post(command)
         answer = asyncio.wrap_future(future)

@@ -100,6 +100,9 @@ class FakeEngine:
         for part, content in zip(self._cells, kv, strict=True):
             part[slab.slot, _cells_of(slab, positions)] = content.reshape(-1)
 
+    def is_fatal(self, error: Exception) -> bool:
+        return False
+
     def clear_slab(self, slab: Slab) -> None:
         self._cells[:, slab.slot] = 0
 

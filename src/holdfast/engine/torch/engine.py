@@ -124,6 +124,9 @@ class TorchEngine:
         for tensor, bits in zip((self._slabs.keys, self._slabs.values), kv, strict=True):
             scatter(tensor, slab, positions, torch.from_numpy(bits).view(tensor.dtype).to(self._device))
 
+    def is_fatal(self, error: Exception) -> bool:
+        return isinstance(error, torch.AcceleratorError)  # a CUDA context does not recover; running out of memory does
+
     @torch.inference_mode()
     def clear_slab(self, slab: Slab) -> None:
         self._slabs.keys[:, slab.slot] = 0
