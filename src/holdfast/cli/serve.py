@@ -69,11 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _banner(console: Console, model: str, engine: EngineConfig, doors: Doors) -> None:
-    console.print(f"[bold]{model}[/] is served: {engine.sessions} sessions of {engine.sink} + {engine.recent} tokens")
-    console.print(f"  gRPC     {doors.grpc}")
-    if doors.http:
-        console.print(f"  metrics  http://{doors.http}/metrics")
-    command = "holdfast" if shutil.which("holdfast") else sys.argv[0]  # as it can be typed here
-    console.print(f"  try it   {command} chat --server {doors.grpc}")
-    console.print("[dim]Ctrl-C drains and stops[/]")
-    sys.stderr.flush()
+    lines = [
+        f"[bold]{model}[/] is served: {engine.sessions} sessions of {engine.sink} + {engine.recent} tokens",
+        f"  gRPC     {doors.grpc}",
+        f"  metrics  http://{doors.http}/metrics" if doors.http else "  metrics  none",
+        f"  try it   {_own_command()} chat --server {doors.grpc}",
+        "[dim]Ctrl-C drains and stops[/]",
+    ]
+    console.print("\n".join(lines), soft_wrap=True)  # a command that is broken over two lines cannot be copied
+
+
+def _own_command() -> str:
+    """This program as it can be typed here."""
+    if shutil.which("holdfast"):
+        return "holdfast"
+    return f"{sys.executable} -m holdfast.cli" if sys.argv[0].endswith(".py") else sys.argv[0]
