@@ -18,7 +18,6 @@ class SequenceInfo:
 
     history_length: int
     computed_length: int
-    window_size: int
     num_visible: int
     num_dropped: int
     kv_live_bytes: int

@@ -148,7 +148,6 @@ class Sequences:
         self.infos[sequence.id] = SequenceInfo(
             history_length=length,
             computed_length=slab.length,
-            window_size=slab.window.size,
             num_visible=slab.window.num_visible(length),
             num_dropped=len(slab.window.dropped(length)),
             kv_live_bytes=slab.window.num_visible(slab.length) * self.engine.info.kv_bytes_per_position,

@@ -42,10 +42,6 @@ class Snapshot:
     header: SnapshotHeader
     kv: KeysValues
 
-    @property
-    def num_bytes(self) -> int:
-        return self.kv.keys.nbytes + self.kv.values.nbytes
-
 
 def take(engine: Engine, sequence: Sequence) -> Snapshot:
     """Copy out what is intact. The sequence is unchanged."""
