@@ -8,9 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NODE_READY := sdks/typescript/node_modules/.ready
+VOCABULARIES := tests/vocabularies/node_modules/.ready
 TEST_WORKERS ?= 2
 
-.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu format clean
+.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu test-vllm format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -23,7 +24,7 @@ $(READY): pyproject.toml constraints.txt sdks/python/pyproject.toml
 	$(BIN)/holdfast models pull
 	touch $@
 
-serve: $(READY) ## serve the default model: gRPC sessions, health and metrics
+serve: $(READY) ## serve the default model: gRPC and OpenAI sessions
 	$(BIN)/holdfast serve
 
 chat: $(READY) ## talk to the default model in the terminal
@@ -33,7 +34,7 @@ chat: $(READY) ## talk to the default model in the terminal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) -q
 COVERED := --cov --cov-report= --cov-fail-under=0
 
-test: $(READY) $(NODE_READY) ## every test that fits a laptop: engine, doors, both SDKs, the real default model
+test: $(READY) $(NODE_READY) $(VOCABULARIES) ## every test that fits a laptop: engine, doors, both SDKs, the real default model
 	$(PYTEST) -m "not slow" $(if $(CI),$(COVERED))
 	$(BIN)/python sdks/conformance/run.py $(MAKE) --no-print-directory sdk-suites
 
@@ -46,13 +47,17 @@ $(NODE_READY): sdks/typescript/package-lock.json
 	cd sdks/typescript && npm ci --silent --no-audit --no-fund
 	touch $@
 
+$(VOCABULARIES): tests/vocabularies/package-lock.json
+	cd tests/vocabularies && npm ci --silent --no-audit --no-fund --ignore-scripts
+	touch $@
+
 proto: $(READY) $(NODE_READY) ## make all gRPC stubs from proto/
 	$(BIN)/python sdks/python/generate.py
 	$(BIN)/python sdks/python/generate.py --out src/holdfast/serving/grpc/gen
 	cd sdks/typescript && PROTOC_PYTHON=$(CURDIR)/$(BIN)/python npm run --silent generate
 
 # Measuring slows the tests by a fifth, so `make test` does it only where CI asks for it anyway.
-.coverage: $(READY) $(shell find src tests -name '*.py')
+.coverage: $(READY) $(VOCABULARIES) $(shell find src tests -name '*.py')
 	$(PYTEST) -m "not slow" $(COVERED)
 
 check: $(READY) $(NODE_READY) .coverage ## lint, types, import rules, fresh stubs, branch coverage
@@ -68,12 +73,15 @@ check: $(READY) $(NODE_READY) .coverage ## lint, types, import rules, fresh stub
 	cd sdks/typescript && PROTOC_PYTHON=$(CURDIR)/$(BIN)/python npm run --silent generate && git diff --exit-code src/gen
 	$(BIN)/coverage report
 
-test-integration: $(READY) ## everything, thoroughly, with a JUnit report
+test-integration: $(READY) $(VOCABULARIES) ## everything, thoroughly, with a JUnit report
 	mkdir -p build/reports
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) --junit-xml=build/reports/integration.xml
 
 test-gpu: ## on a machine with a CUDA device, with its own python3: needs torch, transformers, safetensors, numpy
 	PYTHONPATH=src:. $(PYTHON) -m tests.gpu
+
+test-vllm: $(READY) ## the upstream contract against a real vLLM: VLLM_URL=http://... (without it: how to start one)
+	$(BIN)/python -m tests.vllm $(if $(VLLM_URL),run $(VLLM_URL))
 
 format: $(READY) ## let ruff fix and format
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

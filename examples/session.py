@@ -8,16 +8,15 @@ import sys
 
 from holdfast_sdk import Client, Session
 
-from holdfast.chat.continuation import Continuation
-from holdfast.chat.template import load_template
-from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.chat.chat_model import load_chat
+from holdfast.config import ChatConfig
 from holdfast.models import open_model
 
 
 def main(address: str) -> None:
     source = open_model()
-    tokenizer = load_tokenizer(source)
-    chat = Continuation(load_template(source, tokenizer), tokenizer)
+    model = load_chat(source, ChatConfig(), source.architecture.vocab_size)
+    tokenizer, chat = model.tokenizer, model.continuation
 
     def turn(session: Session, token_ids: list[int]) -> list[int]:
         generation = session.turn(token_ids, max_tokens=40, temperature=0, stop_token_ids=sorted(chat.stop_token_ids))
@@ -27,9 +26,9 @@ def main(address: str) -> None:
         return generation.tokens
 
     with Client(address) as client, client.create_session(label="example") as session:
-        history = chat.first([{"role": "user", "content": "What is the capital of France?"}])
-        history += turn(session, history)
-        turn(session, chat.tail(history, [{"role": "user", "content": "And of Italy?"}]))
+        first = chat.first([{"role": "user", "content": "What is the capital of France?"}])
+        sampled = turn(session, first.ids)
+        turn(session, chat.tail(sampled[-1], [{"role": "user", "content": "And of Italy?"}]).ids)
         print(f"{session.info().history_length} tokens of history")
 
 

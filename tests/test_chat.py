@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.chat.continuation import Continuation
 from holdfast.chat.detokenize import Detokenizer
 from holdfast.chat.template import ChatTemplate, load_template
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
@@ -22,11 +21,6 @@ USER = {"role": "user", "content": "What is the capital of France?"}
 @pytest.fixture(scope="module")
 def tokenizer(default_source: GGUFSource) -> Tokenizer:
     return load_tokenizer(default_source)
-
-
-@pytest.fixture(scope="module")
-def continuation(default_source: GGUFSource, tokenizer: Tokenizer) -> Continuation:
-    return Continuation(load_template(default_source, tokenizer), tokenizer)
 
 
 def test_the_tokenizer_is_that_of_transformers(default_source: GGUFSource, tokenizer: Tokenizer) -> None:
@@ -83,30 +77,6 @@ def test_a_cut_character_is_shown_only_at_the_end(tokenizer: Tokenizer) -> None:
     assert detokenizer.finish() == ""
 
 
-def test_continuing_gives_the_tokens_of_a_whole_render(continuation: Continuation, tokenizer: Tokenizer) -> None:
-    reply = {"role": "assistant", "content": "Paris."}
-    again = {"role": "user", "content": "And of Spain?"}
-    sampled = [*tokenizer.encode("Paris."), continuation.end_of_turn]
-    history = continuation.first([USER]) + sampled
-    assert history + continuation.tail(history, [again]) == continuation.first([USER, reply, again])
-
-
-def test_a_turn_that_was_cut_is_closed(continuation: Continuation, tokenizer: Tokenizer) -> None:
-    history = continuation.first([USER]) + tokenizer.encode("Par")
-    assert continuation.tail(history, [USER])[0] == continuation.end_of_turn
-    assert continuation.end_of_turn in continuation.stop_token_ids
-
-
-def test_whole_system_messages_are_pinned(continuation: Continuation) -> None:
-    system = {"role": "system", "content": "Be brief."}
-    pin = continuation.pinned([system, USER], 512)
-    assert continuation.first([system, USER])[:pin] == continuation.first([system, USER, USER])[:pin]
-    assert 0 < pin < len(continuation.first([system, USER]))
-    assert continuation.pinned([system, system, USER], pin) == pin
-    assert continuation.pinned([system, USER], pin - 1) == 0
-    assert continuation.pinned([USER], 512) == 0
-
-
 def test_templates_that_fail_say_so() -> None:
     with pytest.raises(ModelError, match="does not parse, line 1"):
         ChatTemplate("{% if %}")
@@ -123,12 +93,6 @@ def test_templates_get_the_helpers_they_expect() -> None:
     )
     text = template.render([{"role": "user", "content": "é"}], add_generation_prompt=False, x=1)
     assert text == '<s>[{"role": "user", "content": "é"}]41'
-
-
-def test_a_template_without_an_end_of_turn_cannot_be_continued(tokenizer: Tokenizer) -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
-    with pytest.raises(ModelError, match="does not mark where"):
-        Continuation(template, tokenizer)
 
 
 @pytest.fixture

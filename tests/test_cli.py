@@ -34,7 +34,7 @@ def test_the_capital_of_france_is_paris(dtype: str) -> None:
     assert done.returncode == 0
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr
-    assert "window 45/2052" in done.stderr
+    assert "window 45/2068" in done.stderr
 
 
 def test_a_conversation_remembers_and_tells_what_left_the_window() -> None:

@@ -1,7 +1,9 @@
 """Settings as frozen dataclasses: file < environment < flags. Imports nothing of ours but errors."""
 
 import dataclasses
+import datetime
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping
@@ -33,7 +35,7 @@ def option(
 class EngineConfig:
     """The embedded engine."""
 
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda", "mlx"))
     dtype: str = option("bfloat16", "weights and cache", choices=("float32", "bfloat16"))
     sessions: int = option(16, "slabs, that is, sessions with a live cache", aliases=("--capacity",), least=1)
     sink: int = option(4, "first tokens that every session keeps")
@@ -50,7 +52,7 @@ class ServeConfig:
     """The doors."""
 
     grpc: str = option("127.0.0.1:50051", "where the gRPC door listens", aliases=("--bind",))
-    http: str = option("127.0.0.1:8000", "where health and metrics are served; empty: nowhere")
+    http: str = option("127.0.0.1:8000", "where the HTTP door listens; empty: nowhere")
     served_model_name: str = option("", "the name clients see (default: the model's own)")
     keys_file: str = option("", "API keys, one OWNER:KEY a line; without keys, loopback only")
     tls_cert: str = option("", "certificate chain, PEM")
@@ -58,6 +60,79 @@ class ServeConfig:
     insecure: bool = option(False, "allow other addresses than loopback without keys")
     idle_ttl_s: float = option(0.0, "close sessions that were idle for so long; 0: never")
     drain_s: float = option(10.0, "how long running generations may go on after Ctrl-C")
+    max_concurrent: int = option(0, "generations that the HTTP door runs at once; 0: as many as there are sessions")
+    admission: str = option("queue", "what comes beyond that is", choices=("reject", "queue"))
+    queue_max_wait_s: float = option(30.0, "longest wait in that queue; 0: for ever")
+    queue_max: int = option(1024, "longest queue; who comes later is rejected", least=1)
+    max_body_mb: int = option(64, "largest request body", least=1)
+    deprecation_headers: bool = option(True, "tell stateless clients about sessions, in headers")
+    sunset: str = option("2027-12-31", "the date that these headers name, YYYY-MM-DD")
+    log_prompts: bool = option(False, "write request bodies to the access log")
+    compat: str = option("none", "answer errors as another session server does", choices=("none", "miles"))
+    backend: str = option("embedded", "where generation happens", choices=("embedded", "sglang", "vllm"))
+    weight_version: str = option("", "the version of the weights, where the upstream does not tell; settable later")
+    pause_max_wait_s: float = option(60.0, "how long a turn waits while turns are paused")
+
+    def __post_init__(self) -> None:
+        try:
+            datetime.date.fromisoformat(self.sunset)
+        except ValueError as exc:
+            raise ConfigError(f"sunset must be a date like 2027-12-31, got {self.sunset!r}") from exc
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """Messages to tokens."""
+
+    chat_template: str = option("", "a file with a Jinja chat template (default: the model's own)")
+    chat_template_kwargs: str = option("{}", "variables for the template, JSON; a request's own win")
+    control_tokens: str = option(
+        "reject", "control tokens that a message spells out stay text, or become real ones", choices=("reject", "allow")
+    )
+    matcher: str = option(
+        "normal",
+        "how resent messages are compared: normal, strict, loose_tool_call, role_content_only or a dotted path",
+    )
+    max_rollback: int = option(1, "sampled turns that a retry may leave behind; -1: any number", least=-1)
+    edited_reply: str = option("reject", "a sampled reply that comes back changed is", choices=("reject", "branch"))
+
+    def __post_init__(self) -> None:
+        _ = self.template_variables
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        try:
+            value = json.loads(self.chat_template_kwargs)
+        except ValueError as exc:
+            raise ConfigError(f"chat_template_kwargs is not JSON: {exc}") from exc
+        if not isinstance(value, dict):
+            raise ConfigError("chat_template_kwargs must be a JSON object")
+        return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamConfig:
+    """The SGLang or vLLM server that generates where the embedded engine does not."""
+
+    upstream: str = option("", "base URL of the server, or of the router in front of a cluster")
+    upstream_key: str = option("", "bearer key for it; a client's own key never goes there")
+    upstream_extra: str = option("", "JSON object merged last into every chat request, e.g. a LoRA path")
+    upstream_timeout_s: float = option(600.0, "longest time that one upstream request may take", least=1)
+    upstream_connections: int = option(256, "most connections to it at once", least=1)
+    max_upstream_mb: int = option(256, "largest reply that is read", least=1)
+    routing_replay: str = option(
+        "off",
+        "ask for routed experts: of all tokens, or of those not yet recorded",
+        choices=("off", "full", "additional"),
+    )
+    keep_training_payloads: bool = option(False, "leave routed experts in the client's copy of a reply")
+    logprob_kind: str = option(
+        "auto",
+        "how it was started: logprobs before or after temperature",
+        choices=("auto", "raw", "sampling", "unknown"),
+    )
+    cpu_workers: int = option(0, "threads for work that would hold up the event loop; 0: min(16, cpus)")
+    passthrough: str = option("", "more METHOD:PATH that sessions may reach, comma-separated")
 
 
 def load(

@@ -4,17 +4,33 @@ HoldfastError
 ├── InvalidArgument          the caller asked for something that cannot be
 │   ├── ConfigError          a setting is unknown or out of range
 │   ├── ModelError           a model file is missing, broken or unsupported
-│   └── TemplateError        a chat template cannot render these messages
+│   ├── TemplateError        a chat template cannot render these messages
+│   ├── MessageMismatch      a chat's messages are not those on record
+│   └── ContextTooLong       new tokens alone exceed the window
 ├── Unauthenticated          no key, or a wrong one
+├── Forbidden                a key, but not one for this
 ├── CapacityExhausted        no free slab, no free place
+│   └── QueueTimeout         a place in the queue, but no turn in time
+├── PayloadTooLarge          a request body beyond the limit
 ├── SessionNotFound          unknown, closed, expired or evicted
 ├── SessionBusy              one operation at a time
+├── IdempotencyMismatch      a key that was used for another request
+├── Paused                   a trainer has stopped new turns for now
 ├── HistoryConflict          the history is not as long as the caller expected
 ├── SessionFailed            this session is broken; its neighbours are not
 │   ├── InvariantViolated    the cache and the history disagree
 │   └── NonFiniteLogits      the model produced NaN or infinity
+├── ConstraintFailed         a generation's constraint came to a dead end or a limit; its session goes on
 ├── RecomputeTooLong         the slab no longer holds what the target position must see
 ├── SnapshotMismatch         the snapshot belongs to another model, window or history
+├── SamplesUnusable          what is on record, or in a file, makes no samples that may be trained on
+├── UpstreamError            the server behind us did not do its part; the session is as it was
+│   ├── UpstreamInvalid      it answered, but not with something that may be recorded
+│   ├── UpstreamUnreachable  no connection, or it broke off
+│   ├── UpstreamTimeout      no answer in time
+│   └── UpstreamAborted      it gave up on this generation; worth another try
+├── StorageUnavailable       something on record cannot be read, or is damaged
+│   └── JournalFailed        what should have been recorded was not; nothing of it is on record
 ├── Unimplemented            the wire has it, this build does not yet
 ├── Draining                 the server or its engine is going away
 └── EngineDied               the engine's thread ended by itself; the process must be started again
@@ -33,7 +49,17 @@ class HoldfastError(Exception):
 
 
 class InvalidArgument(HoldfastError):
+    """`param` is the path of the field that is wrong, where one is."""
+
     code = "invalid_argument"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"param": self.param} if self.param else {}
 
 
 class ConfigError(InvalidArgument):
@@ -48,12 +74,40 @@ class TemplateError(InvalidArgument):
     code = "template_error"
 
 
+class MessageMismatch(InvalidArgument):
+    code = "message_mismatch"
+
+
+class ContextTooLong(InvalidArgument):
+    code = "context_length_exceeded"
+
+
 class Unauthenticated(HoldfastError):
     code = "unauthenticated"
 
 
+class Forbidden(HoldfastError):
+    code = "forbidden"
+
+
+class IdempotencyMismatch(HoldfastError):
+    code = "idempotency_mismatch"
+
+
+class Paused(HoldfastError):
+    code = "paused"
+
+
 class CapacityExhausted(HoldfastError):
     code = "capacity_exhausted"
+
+
+class QueueTimeout(CapacityExhausted):
+    code = "queue_timeout"
+
+
+class PayloadTooLarge(HoldfastError):
+    code = "payload_too_large"
 
 
 class SessionNotFound(HoldfastError):
@@ -77,7 +131,17 @@ _WHY = {
 
 
 class SessionBusy(HoldfastError):
+    """`turn_id`: the turn that is in the way, where it has a name."""
+
     code = "session_busy"
+
+    def __init__(self, message: str, *, turn_id: str = "") -> None:
+        super().__init__(message)
+        self.turn_id = turn_id
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"turn_id": self.turn_id} if self.turn_id else {}
 
 
 class HistoryConflict(HoldfastError):
@@ -106,6 +170,10 @@ class NonFiniteLogits(SessionFailed):
     pass
 
 
+class ConstraintFailed(HoldfastError):
+    code = "constraint_failed"
+
+
 class RecomputeTooLong(HoldfastError):
     code = "recompute_too_long"
 
@@ -120,6 +188,56 @@ class RecomputeTooLong(HoldfastError):
 
 class SnapshotMismatch(HoldfastError):
     code = "snapshot_mismatch"
+
+
+class SamplesUnusable(HoldfastError):
+    """Asking again does not help. `reason` is what stands in the way, in one word."""
+
+    code = "samples_unusable"
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"reason": self.reason}
+
+
+class UpstreamError(HoldfastError):
+    code = "upstream_invalid"
+
+
+class UpstreamInvalid(UpstreamError):
+    code = "upstream_invalid"
+
+
+class UpstreamUnreachable(UpstreamError):
+    code = "upstream_unreachable"
+
+
+class UpstreamTimeout(UpstreamError):
+    code = "upstream_timeout"
+
+
+class UpstreamAborted(UpstreamError):
+    code = "upstream_aborted"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"retry_after_s": str(self.retry_after_s)}
+
+
+class StorageUnavailable(HoldfastError):
+    code = "storage_unavailable"
+
+
+class JournalFailed(StorageUnavailable):
+    code = "journal_failed"
 
 
 class Unimplemented(HoldfastError):

@@ -4,11 +4,44 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.errors import InvalidArgument
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 1e6  # beyond any logit, and far from overflowing one
+
+Mask = NDArray[np.bool_]  # [vocabulary], True where a token may be sampled
+
+
+class ConstraintState(Protocol):
+    """How far one generation has come under its constraint. One run's own; not thread-safe.
+
+    Where it cannot go on, its methods raise ConstraintFailed, and from then on always do.
+    """
+
+    def allowed(self) -> Mask:
+        """Which tokens may come next, in an array of the caller's own. The end is not among them. Mutates nothing."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the generation may be over here. Mutates nothing."""
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that was allowed. Mutates."""
+
+
+class Constraint(Protocol):
+    """What the tokens of a generation must spell, as ids alone. Any number of generations may start from one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def start(self) -> ConstraintState:
+        """The state before the first token. Called by whoever computes, so it must not take long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +62,12 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = frozenset()
     top_logprobs: int = 0
     choice: int = 0
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, rule: str) -> None:
             if not ok:
-                raise InvalidArgument(f"{name} must be {rule}, got {getattr(self, name)}")
+                raise InvalidArgument(f"{name} must be {rule}, got {getattr(self, name)}", param=name)
 
         check("seed", 0 <= self.seed < 2**64, "between 0 and 2^64-1")
         check("choice", 0 <= self.choice < 2**32, "between 0 and 2^32-1")
@@ -56,7 +90,17 @@ class SamplingParams:
         for name in ("logit_bias", "stop_token_ids", "eos_token_ids"):
             for token in getattr(self, name):
                 if not 0 <= token < vocab_size:
-                    raise InvalidArgument(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+                    raise InvalidArgument(
+                        f"{name}: token id {token} is outside the vocabulary of {vocab_size}", param=name
+                    )
+        if self.constraint is None:
+            return
+        if self.constraint.vocab_size != vocab_size:
+            raise InvalidArgument(
+                f"constraint: it is for a vocabulary of {self.constraint.vocab_size}, the model has {vocab_size}"
+            )
+        if not self.eos_token_ids:
+            raise InvalidArgument("constraint: it ends with an EOS token, and eos_token_ids is empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

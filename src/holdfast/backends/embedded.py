@@ -18,6 +18,9 @@ class EmbeddedBackend:
         self._worker = worker
         self._model = model
 
+    async def prepare(self) -> None:
+        """Nothing to find out: the engine is ours."""
+
     def start(self) -> None:
         self._worker.start()
 
@@ -40,6 +43,9 @@ class EmbeddedBackend:
 
     async def open(self, *, sink: int) -> int:
         return await self._worker.open(sink=sink)
+
+    async def pin(self, handle: int, sink: int) -> None:
+        await self._worker.pin(handle, sink)
 
     async def append(self, handle: int, tokens: Sequence[int]) -> Done:
         return await self._worker.append(handle, tokens)

@@ -8,17 +8,17 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import ModelError, TemplateError
 from holdfast.models import ModelSource
-
-Message = dict[str, Any]
 
 
 class ChatTemplate:
     """Messages to text. Whatever a template raises comes out as TemplateError."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

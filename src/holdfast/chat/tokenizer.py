@@ -40,7 +40,13 @@ class Tokenizer:
             raise InvalidArgument(f"the text is not valid Unicode at character {exc.start}") from exc
         if missing:
             raise InvalidArgument(f"the model's vocabulary cannot spell the byte 0x{min(missing):02X} of this text")
-        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        # As a batch of one it releases the interpreter lock, and is faster.
+        ids: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of `text` in which control tokens that are spelled out stay text."""
+        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -52,18 +58,48 @@ class Tokenizer:
         return token in self._control
 
     @cached_property
-    def _missing_bytes(self) -> frozenset[int]:
-        """Bytes without a token of their own, in a byte-level vocabulary (small ones lack some)."""
+    def control_tokens(self) -> dict[str, int]:
+        """Every control token by its text."""
+        return {str(self._added[token].content): token for token in sorted(self._control)}
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, which may be part of a character."""
+        text = self.inner.id_to_token(token)
+        if text is None:
+            return b""
+        if token in self._added or not self._bytes_by_char:
+            return self.decode([token]).encode()
+        return bytes(self._bytes_by_char[char] for char in text)
+
+    @cached_property
+    def _plain(self) -> RustTokenizer:
+        plain = RustTokenizer.from_str(self.inner.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _bytes_by_char(self) -> dict[str, int]:
+        """How a byte-level vocabulary spells bytes; empty for others."""
         if not isinstance(self.inner.decoder, decoders.ByteLevel):
-            return frozenset()
+            return {}
         plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
         shifted = [byte for byte in range(256) if byte not in plain]  # the others follow from 256 on
-        spelling = dict(zip(plain, map(chr, plain), strict=True)) | {b: chr(256 + i) for i, b in enumerate(shifted)}
-        return frozenset(byte for byte, char in spelling.items() if self.inner.token_to_id(char) is None)
+        return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(shifted)}
+
+    @cached_property
+    def _missing_bytes(self) -> frozenset[int]:
+        """Bytes without a token of their own, in a byte-level vocabulary (small ones lack some)."""
+        chars = self._bytes_by_char.items()
+        return frozenset(byte for char, byte in chars if self.inner.token_to_id(char) is None)
 
     @cached_property
     def _control(self) -> frozenset[int]:
-        return frozenset(i for i, token in self.inner.get_added_tokens_decoder().items() if token.special)
+        return frozenset(i for i, token in self._added.items() if token.special)
+
+    @cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        added: dict[int, AddedToken] = self.inner.get_added_tokens_decoder()
+        return added
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:

@@ -12,13 +12,12 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
-from holdfast.chat.continuation import Continuation
-from holdfast.chat.template import Message, load_template
-from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.chat.chat_model import load_chat
+from holdfast.chat.messages import Message
 from holdfast.cli.conversation import Conversation
 from holdfast.cli.flags import add_flags, settings
 from holdfast.cli.lines import EmbeddedLine, Line, RemoteLine
-from holdfast.config import DEFAULT_MODEL, EngineConfig
+from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig
 from holdfast.engine.embedded import build_worker
 from holdfast.errors import HoldfastError
 from holdfast.generation import SamplingParams, Truncated
@@ -59,13 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         runner = stack.enter_context(asyncio.Runner())
         with console.status(f"loading {arguments.model}"):
             source = open_model(arguments.model)
-            tokenizer = load_tokenizer(source)
-            continuation = Continuation(load_template(source, tokenizer), tokenizer)
+            chat = load_chat(source, ChatConfig(), source.architecture.vocab_size)
             if arguments.server:
                 line: Line = runner.run(_connect(arguments.server, source))
             else:
                 line = _embedded(source, config, stack)
-        conversation = Conversation(line, tokenizer, continuation, params, system)
+        conversation = Conversation(line, chat, params, system)
         if arguments.prompt is not None:
             runner.run(_answer(conversation, arguments.prompt, console))
             runner.run(conversation.reset())

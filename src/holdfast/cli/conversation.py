@@ -5,10 +5,9 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from holdfast.chat.continuation import Continuation
+from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.detokenize import Detokenizer
-from holdfast.chat.template import Message
-from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chat.messages import Message
 from holdfast.cli.lines import Line
 from holdfast.errors import HoldfastError
 from holdfast.generation import Done, Sampled, SamplingParams, Truncated
@@ -18,15 +17,14 @@ class Conversation:
     def __init__(
         self,
         line: Line,
-        tokenizer: Tokenizer,
-        continuation: Continuation,
+        chat: ChatModel,
         params: SamplingParams,
         system: list[Message],
     ) -> None:
         self._line = line
-        self._tokenizer = tokenizer
-        self._continuation = continuation
-        self._params = replace(params, eos_token_ids=continuation.stop_token_ids)
+        self._tokenizer = chat.tokenizer
+        self._continuation = chat.continuation
+        self._params = replace(params, eos_token_ids=chat.continuation.stop_token_ids)
         self._system = system
         self._is_open = False
         self._decode_s = 0.0
@@ -39,12 +37,12 @@ class Conversation:
             await self._line.open(max(self._line.sink, self._continuation.pinned(messages, self._line.max_pin)))
             self._is_open = True
         if (await self._line.facts()).history_length:
-            tokens = self._continuation.tail([await self._line.last_token()], [message])
+            prompt = self._continuation.tail(await self._line.last_token(), [message])
         else:
-            tokens = self._continuation.first(messages)
+            prompt = self._continuation.first(messages)
         detokenizer = Detokenizer(self._tokenizer)
         times: list[float] = []
-        async with contextlib.aclosing(self._line.say(tokens, self._params)) as events:
+        async with contextlib.aclosing(self._line.say(prompt.ids, self._params)) as events:
             async for event in events:
                 if isinstance(event, Sampled):
                     times.append(time.perf_counter())

@@ -11,7 +11,8 @@ from holdfast import config
 
 C = TypeVar("C")
 
-_ALL = {field.name for cls in (config.EngineConfig, config.ServeConfig) for field in dataclasses.fields(cls)}
+_CLASSES = (config.ChatConfig, config.EngineConfig, config.ServeConfig, config.UpstreamConfig)
+_ALL = {field.name for cls in _CLASSES for field in dataclasses.fields(cls)}
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type[Any], title: str, *, without: Container[str] = ()) -> None:

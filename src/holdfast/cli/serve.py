@@ -1,4 +1,4 @@
-"""`holdfast serve`: sessions over gRPC, with health and metrics over HTTP."""
+"""`holdfast serve`: sessions of raw tokens over gRPC, of OpenAI chats over HTTP."""
 
 import argparse
 import asyncio
@@ -11,14 +11,21 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
+from holdfast.backends.passthrough import parse_routes
+from holdfast.backends.remote import RemoteBackend, remote_model
+from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.vllm import VLLMBackend
+from holdfast.chat.chat_model import load_chat
 from holdfast.cli.flags import add_flags, settings
-from holdfast.config import DEFAULT_MODEL, EngineConfig, ServeConfig
+from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
 from holdfast.engine.embedded import build_worker
-from holdfast.errors import ConfigError
-from holdfast.models import open_model
+from holdfast.errors import ConfigError, ModelError
+from holdfast.models import ModelSource, open_model
 from holdfast.observability.metrics import Metrics
+from holdfast.serving.http import Upstream
 from holdfast.serving.keys import check_bind, check_free, read_keys
-from holdfast.serving.run import Doors, serve
+from holdfast.serving.run import Chat, Doors, serve
+from holdfast.sessions.ports import ServedBackend
 
 _NOT_YET = ("block_size", "num_diffusion_steps")
 
@@ -33,7 +40,9 @@ def register(commands: Any) -> None:
     for name in _NOT_YET:
         parser.add_argument("--" + name.replace("_", "-"), type=int, help=argparse.SUPPRESS)
     add_flags(parser, ServeConfig, "doors")
+    add_flags(parser, ChatConfig, "chat")
     add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, UpstreamConfig, "upstream")
     parser.set_defaults(run=run)
 
 
@@ -51,27 +60,66 @@ def run(arguments: argparse.Namespace) -> int:
     for address in filter(None, (doors.grpc, doors.http)):  # before the model is loaded
         check_bind(address, read_keys(doors.keys_file), insecure=doors.insecure)
         check_free(address)
+    upstream = settings(UpstreamConfig, arguments)
+    if (doors.backend == "embedded") == bool(upstream.upstream):
+        raise ConfigError("--upstream URL goes with --backend sglang or vllm, and these with it")
     with console.status(f"loading {name}"):
         source = open_model(name)
         metrics = Metrics()
-        worker = build_worker(source, engine, on_step=metrics.observe_step)
-        model = describe(source, engine, worker)
-        if doors.served_model_name:
-            model = replace(model, name=doors.served_model_name)
+        chat = _load_chat(source, settings(ChatConfig, arguments), console) if doors.http else None
+        backend: ServedBackend
+        if doors.backend == "embedded":
+            backend = _embedded(source, doors, engine, metrics)
+            about = f"{engine.sessions} sessions of {engine.sink} + {engine.recent} tokens"
+        else:
+            remote = _remote(source, doors, upstream, metrics)
+            backend, about = remote, f"by {doors.backend} at {upstream.upstream}"
+            if chat:
+                chat = replace(chat, upstream=Upstream(remote, remote.transport, parse_routes(upstream.passthrough)))
+    banner = f"[bold]{backend.model.name}[/] is served: {about}"
     try:
-        asyncio.run(
-            serve(EmbeddedBackend(worker, model), doors, metrics, lambda at: _banner(console, model.name, engine, at))
-        )
+        asyncio.run(serve(backend, doors, metrics, chat, lambda at: _show(console, banner, at, chat is not None)))
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
     console.print("[dim]stopped[/]")
     return 0
 
 
-def _banner(console: Console, model: str, engine: EngineConfig, doors: Doors) -> None:
+def _load_chat(source: ModelSource, config: ChatConfig, console: Console) -> Chat | None:
+    """None, and a warning, for a model that cannot chat: its sessions of raw tokens are served all the same."""
+    try:
+        return Chat(load_chat(source, config, source.architecture.vocab_size), config)
+    except ConfigError:
+        raise
+    except ModelError as exc:
+        console.print(f"[yellow]no OpenAI door: {exc}[/]")
+        return None
+
+
+def _embedded(source: ModelSource, doors: ServeConfig, engine: EngineConfig, metrics: Metrics) -> EmbeddedBackend:
+    worker = build_worker(source, engine, on_step=metrics.observe_step)
+    model = describe(source, engine, worker)
+    return EmbeddedBackend(worker, replace(model, name=doors.served_model_name or model.name))
+
+
+def _remote(source: ModelSource, doors: ServeConfig, config: UpstreamConfig, metrics: Metrics) -> RemoteBackend:
+    model = remote_model(
+        name=doors.served_model_name or source.name,
+        vocab_size=source.architecture.vocab_size,
+        eos_token_ids=source.eos_token_ids,
+        tokenizer_hash=source.tokenizer_hash,
+        chat_template_hash=source.chat_template_hash,
+    )
+    kind = SGLangBackend if doors.backend == "sglang" else VLLMBackend
+    return kind(config, model, observe=metrics.observe_upstream)
+
+
+def _show(console: Console, banner: str, doors: Doors, speaks: bool) -> None:
+    openai = f"  OpenAI   http://{doors.http}/v1, sessions at http://{doors.http}/sessions" if speaks else ""
     lines = [
-        f"[bold]{model}[/] is served: {engine.sessions} sessions of {engine.sink} + {engine.recent} tokens",
+        banner,
         f"  gRPC     {doors.grpc}",
+        *([openai] if doors.http and speaks else []),
         f"  metrics  http://{doors.http}/metrics" if doors.http else "  metrics  none",
         f"  try it   {_own_command()} chat --server {doors.grpc}",
         "[dim]Ctrl-C drains and stops[/]",

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.engine.sequence import Sequence
-from holdfast.errors import HoldfastError
-from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
+from holdfast.errors import ConstraintFailed, HoldfastError
+from holdfast.generation import ConstraintState, Done, Event, Mask, Sampled, SamplingParams, StopReason, Truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Run:
     prefill_tokens: int = 0
     prefill_duration_s: float = 0.0
     is_cancelled: bool = False
+    state: ConstraintState | None = None  # of the constraint in `params`, from its first use on
+    num_accepted: int = 0  # how many of `sampled` the state has seen
     started_at: float = field(default_factory=time.perf_counter)
 
     @property
@@ -35,6 +37,24 @@ class Run:
     @property
     def is_decoding(self) -> bool:
         return bool(self.sampled) or (self.params is not None and self.num_to_compute == 1)
+
+    def allowed(self) -> Mask | None:
+        """Which tokens may be sampled next; None: all. Raises ConstraintFailed where there is none.
+
+        Brings the constraint's state up to what was sampled, so asking again changes nothing.
+        """
+        if self.params is None or self.params.constraint is None:
+            return None
+        if self.state is None:
+            self.state = self.params.constraint.start()
+        while self.num_accepted < len(self.sampled):
+            self.state.accept(self.sampled[self.num_accepted])
+            self.num_accepted += 1
+        allowed = self.state.allowed()
+        allowed[list(self.params.eos_token_ids)] = self.state.may_end
+        if not allowed.any():
+            raise ConstraintFailed(f"no token may follow the {len(self.sampled)} sampled under this constraint")
+        return allowed
 
     def report_dropped(self) -> None:
         """Tell what has left the window since the caller was last told."""

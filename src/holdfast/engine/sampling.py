@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine.noise import REACH, gumbel
 from holdfast.errors import NonFiniteLogits
-from holdfast.generation import Sampled, SamplingParams
+from holdfast.generation import Mask, Sampled, SamplingParams
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -27,6 +27,7 @@ class Pick:
     params: SamplingParams
     sampled: Sequence[int] = ()  # what this call sampled so far, for presence and frequency
     visible: Sequence[int] = ()  # the history in view, for repetition
+    allowed: Mask | None = None  # at least one token; None: all
 
 
 def sample_rows(logits: NDArray[np.float32], picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
@@ -58,7 +59,7 @@ def _sample(logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogit
 
 
 def adjust(logits: NDArray[np.float32], pick: Pick) -> Floats:
-    """Penalties and biases applied, in a copy."""
+    """Penalties and biases applied, in a copy; what is not allowed becomes impossible."""
     params, out = pick.params, logits.astype(np.float64)
     if params.repetition_penalty != 1 and pick.visible:
         seen = np.unique(np.asarray(pick.visible, dtype=np.int64))
@@ -70,6 +71,8 @@ def adjust(logits: NDArray[np.float32], pick: Pick) -> Floats:
         out[seen] -= params.presence_penalty + params.frequency_penalty * counts
     for token, bias in params.logit_bias.items():
         out[token] += bias
+    if pick.allowed is not None:
+        out[~pick.allowed] = -np.inf
     return out
 
 

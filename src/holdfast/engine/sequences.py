@@ -12,7 +12,7 @@ from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.slab import Slab, SlabPool
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.step import Outcome, step
-from holdfast.errors import HoldfastError, SessionBusy, SessionFailed, SessionNotFound
+from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Done, Sampled
 
 
@@ -47,6 +47,15 @@ class Sequences:
 
     def open(self, sequence_id: int, sink: int) -> None:
         self._add(Sequence(sequence_id, self.pool.acquire(sink)))
+
+    def pin(self, sequence_id: int, sink: int) -> None:
+        sequence = self.idle(sequence_id)
+        if sequence.tokens:
+            raise InvalidArgument(f"cannot pin {sink} tokens: the history has begun")
+        self.pool.check(sink)
+        self.pool.release(sequence.slab)
+        sequence.slab = self.pool.acquire(sink)
+        self._publish(sequence)
 
     def fork(self, sequence_id: int, new_id: int) -> None:
         source = self.idle(sequence_id)

@@ -140,9 +140,12 @@ class SlabPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def acquire(self, sink: int) -> Slab:
-        if sink > self.shape.max_pin:
+    def check(self, sink: int) -> None:
+        if not 0 <= sink <= self.shape.max_pin:
             raise InvalidArgument(f"cannot pin {sink} tokens: the limit is {self.shape.max_pin} (--max-pin)")
+
+    def acquire(self, sink: int) -> Slab:
+        self.check(sink)
         window = Window(sink=sink, recent=self.shape.recent)
         if not self._free:
             raise CapacityExhausted(f"all {self.num_slabs} slabs are in use; close a session or raise --sessions")

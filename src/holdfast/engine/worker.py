@@ -91,6 +91,10 @@ class Worker:
         new_id = next(self._ids)
         return await self._acquire(new_id, lambda: self._sequences.open(new_id, sink))
 
+    async def pin(self, sequence_id: int, sink: int) -> None:
+        """Another sink for a sequence that is still empty."""
+        await self._call(lambda: self._sequences.pin(sequence_id, sink))
+
     async def close(self, sequence_id: int) -> int:
         """Free the slab; a run in progress is cancelled first. Returns the final history length."""
         return await self._call(lambda: self._sequences.close(sequence_id))

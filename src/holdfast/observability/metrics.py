@@ -39,9 +39,18 @@ class Metrics:
         self.invariant_violations = counter("cache_invariant_violations_total", "must stay 0", "kind")
         self.step_batch_size = histogram("step_batch_size", "sequences served by an engine step", _BATCH)
         self.step_duration = histogram("step_duration_seconds", "time an engine step takes", _SECONDS)
-        self.queue_depth = gauge("queue_depth", "operations that are running or wait for the engine")
+        self.queue_depth = gauge("queue_depth", "requests that wait to be admitted")
+        self.admission = counter("admission_total", "requests by what became of them at the entrance", "outcome")
+        self.http_requests = counter("http_requests_total", "requests by route and status", "route", "status")
+        self.http_duration = histogram("http_request_duration_seconds", "from request to last byte", _SECONDS)
         self.grpc_requests = counter("grpc_requests_total", "calls by method and result", "method", "code")
+        self.upstream_requests = counter("upstream_requests_total", "requests to the upstream by result", "outcome")
+        self.upstream_duration = histogram("upstream_duration_seconds", "from request to its whole reply", _SECONDS)
         self.event_loop_lag = histogram("event_loop_lag_seconds", "how late the event loop runs", _SECONDS)
+
+    def observe_upstream(self, outcome: str, duration_s: float) -> None:
+        self.upstream_requests.labels(outcome).inc()
+        self.upstream_duration.observe(duration_s)
 
     def observe_step(self, num_sequences: int, duration_s: float) -> None:
         self.step_batch_size.observe(num_sequences)

@@ -10,6 +10,7 @@ from pathlib import Path
 from holdfast.errors import ConfigError, Unauthenticated
 
 LOCAL_OWNER = "local"  # everyone, where no keys are set
+ADMIN = "admin"  # who may pause turns and say which weights are in use
 
 
 class Keys:
@@ -57,6 +58,8 @@ def read_keys(path: str) -> Keys:
         owner, _, key = (part.strip() for part in line.partition(":"))
         if not owner or not key or len(key.split()) > 1:
             raise ConfigError(f"line {number} of {path} is not OWNER:KEY")
+        if owner == LOCAL_OWNER:
+            raise ConfigError(f"line {number} of {path}: the owner {LOCAL_OWNER!r} stands for servers without keys")
         if key in owners:
             raise ConfigError(f"line {number} of {path} repeats a key")
         owners[key] = owner

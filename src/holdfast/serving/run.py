@@ -10,14 +10,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from holdfast.backends.embedded import EmbeddedBackend
-from holdfast.config import ServeConfig
+from holdfast.chat.chat_model import ChatModel
+from holdfast.config import ChatConfig, ServeConfig
 from holdfast.errors import ConfigError, EngineDied
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.grpc import GrpcDoor, create_server
-from holdfast.serving.http import create_app
+from holdfast.serving.http import Upstream, create_app
 from holdfast.serving.keys import check_bind, read_keys, split_address
+from holdfast.sessions.ports import ServedBackend
 from holdfast.sessions.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -33,10 +35,20 @@ class Doors:
     http: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What the HTTP door needs to speak OpenAI."""
+
+    model: ChatModel
+    config: ChatConfig
+    upstream: Upstream | None = None
+
+
 async def serve(
-    backend: EmbeddedBackend,
+    backend: ServedBackend,
     config: ServeConfig,
     metrics: Metrics,
+    chat: Chat | None = None,
     on_ready: Callable[[Doors], None] = lambda doors: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain: admit nothing new, let running work end, stop."""
@@ -44,14 +56,16 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    async with running(backend, config, metrics) as doors:
+    async with running(backend, config, metrics, chat) as doors:
         on_ready(doors)
         await stopping.wait()
         logger.info("draining")
 
 
 @contextlib.asynccontextmanager
-async def running(backend: EmbeddedBackend, config: ServeConfig, metrics: Metrics) -> AsyncIterator[Doors]:
+async def running(
+    backend: ServedBackend, config: ServeConfig, metrics: Metrics, chat: Chat | None = None
+) -> AsyncIterator[Doors]:
     """A whole server for as long as the context lasts; leaving it drains."""
     keys = read_keys(config.keys_file)
     addresses = [address for address in (config.grpc, config.http) if address]
@@ -60,9 +74,21 @@ async def running(backend: EmbeddedBackend, config: ServeConfig, metrics: Metric
     runtime = Runtime(backend, idle_ttl_s=config.idle_ttl_s, metrics=metrics)
     door = create_server(runtime, config, keys)
     is_draining = False
-    http = _http_server(runtime, config, lambda: not is_draining)
+    http = None
+    if config.http:
+        app = create_app(
+            runtime,
+            config,
+            chat=chat.model if chat else None,
+            chat_config=chat.config if chat else None,
+            upstream=chat.upstream if chat else None,
+            keys=keys,
+            is_ready=lambda: not is_draining,
+        )
+        http = _http_server(app, config)
     backend.start()
     try:
+        await backend.prepare()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(runtime.reap()), group.create_task(_watch(backend, metrics))]
             if http:
@@ -105,19 +131,19 @@ class _HttpServer:
     address: str
 
 
-def _http_server(runtime: Runtime, config: ServeConfig, is_ready: Callable[[], bool]) -> _HttpServer | None:
-    if not config.http:
-        return None
+def _http_server(app: ASGIApp, config: ServeConfig) -> _HttpServer:
     host, port = split_address(config.http)
     try:
         bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as exc:
         raise ConfigError(f"cannot listen on {config.http}: {exc.strerror}; choose another --http") from exc
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small answers do not wait for an acknowledgement
     settings = uvicorn.Config(
-        create_app(runtime, is_ready=is_ready),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
+        timeout_graceful_shutdown=1,  # draining is over by then
         ssl_certfile=config.tls_cert or None,
         ssl_keyfile=config.tls_key or None,
     )
@@ -128,7 +154,7 @@ def _shown(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def _watch(backend: EmbeddedBackend, metrics: Metrics) -> None:
+async def _watch(backend: ServedBackend, metrics: Metrics) -> None:
     """Measure how late the loop runs; end the server where its engine has died, for a supervisor to restart."""
     while True:
         started = time.perf_counter()

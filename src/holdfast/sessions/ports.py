@@ -1,9 +1,10 @@
 """What sessions need from whoever computes. Backends implement this; sessions know nothing else of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from holdfast.generation import Done, Event, SamplingParams
 
@@ -66,6 +67,9 @@ class Backend(Protocol):
 
     async def open(self, *, sink: int) -> int: ...
 
+    async def pin(self, handle: int, sink: int) -> None:
+        """Keep the first `sink` tokens from now on; only while the history is empty."""
+
     async def append(self, handle: int, tokens: Sequence[int]) -> Done:
         """The tokens are in the history once this has begun; cancelling only delays their computation."""
 
@@ -82,3 +86,76 @@ class Backend(Protocol):
 
     def view(self, handle: int) -> BackendView:
         """Never waits for the device."""
+
+
+class ServedBackend(Backend, Protocol):
+    """A backend that a server starts and stops."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nothing can be generated any more, where that is so."""
+
+    async def prepare(self) -> None:
+        """Called once, on the server's loop, before anything else."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        """Called from a thread; may block for a moment."""
+
+
+class LogprobKind(StrEnum):
+    """Which distribution a logprob belongs to."""
+
+    RAW = "raw"  # the model's own, before temperature
+    SAMPLING = "sampling"  # the one the token was drawn from
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an upstream sampled, checked: `token_ids` and `logprobs` belong together, one by one.
+
+    `message` is the assistant message as it came, its content never None. The payloads are the upstream's own
+    text: base64, or a JSON array; None where we did not ask for them or it has none.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    message: Mapping[str, Any]
+    finish_reason: str
+    prompt_tokens: int | None
+    completion_tokens: int
+    weight_version: str | None = None
+    routed_experts: str | None = None
+    indexer_topk: str | None = None
+    logprob_kind: LogprobKind = LogprobKind.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamReply:
+    """An upstream's answer. `completion` is None where the status is not 200: passed on, never recorded.
+
+    `body` is the client's copy and `received` what came: the same bytes unless training payloads were cut.
+    `headers` may go to the client as they are, each name once. `request` is the body as it went upstream.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    received: bytes
+    request: Mapping[str, Any]
+    completion: Completion | None = None
+
+
+class ChatUpstream(Protocol):
+    """A chat server that takes token ids for the prompt and tells the ids that it sampled."""
+
+    async def complete(
+        self, body: Mapping[str, Any], input_ids: Sequence[int], *, session_id: str, routed_from: int = 0
+    ) -> UpstreamReply:
+        """One reply to the client's request `body`, with `input_ids` as its prompt whatever the messages say.
+
+        Raises UpstreamError where there is none that may be used. `routed_from` is how many positions have
+        their routed experts on record already. Cancelling closes the upstream request.
+        """

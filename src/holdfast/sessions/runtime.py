@@ -1,14 +1,15 @@
 """What every door calls: create, append, generate, fork, rewind, info, close. All on one event loop."""
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.errors import Draining, HistoryConflict, InvalidArgument, SessionFailed
-from holdfast.generation import Done, Event, SamplingParams
+from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.observability.metrics import Metrics
 from holdfast.sessions.observe import observe_batch, watch_sessions
 from holdfast.sessions.ports import Backend, EventStream, ModelInfo
@@ -50,9 +51,13 @@ class Runtime:
         self._num_running = 0
         self._all_idle = asyncio.Event()
         self._all_idle.set()
+        self.on_gone: Callable[[str], None] = lambda session_id: None  # who keeps more about a session drops it
         self.metrics = metrics or Metrics()
         watch_sessions(self.metrics, lambda: [self._view(session) for session in self._store])
-        self.metrics.queue_depth.set_function(lambda: float(self._num_running))
+
+    @property
+    def capacity(self) -> int:
+        return self._backend.capacity
 
     @property
     def model(self) -> ModelInfo:
@@ -67,17 +72,17 @@ class Runtime:
         tokens: Sequence[int] = (),
         pin_tokens: int | None = None,
         metadata: Mapping[str, str] | None = None,
+        may_evict: bool = True,
     ) -> SessionView:
         """A new session with an id of ours; the idle session that was used least recently may go for it."""
         self._check_open()
         for token in eos_token_ids:
             if not 0 <= token < self.model.vocab_size:
                 raise InvalidArgument(f"eos_token_ids: {token} is outside the vocabulary of {self.model.vocab_size}")
-        sink = self.model.sink if pin_tokens is None else pin_tokens
-        if not 0 <= sink <= self.model.max_pin:
-            raise InvalidArgument(f"pin_tokens must be 0 to {self.model.max_pin}, got {sink}")
+        sink = self._checked_sink(self.model.sink if pin_tokens is None else pin_tokens)
         session = await self._place(
             lambda: self._backend.open(sink=sink),
+            may_evict=may_evict,
             owner=owner,
             sink=sink,
             label=label,
@@ -91,6 +96,17 @@ class Runtime:
                 await self._discard(session)
                 raise
         return self._view(session)
+
+    async def pin(self, session_id: str, owner: str, pin_tokens: int) -> None:
+        """Keep the first `pin_tokens` for ever; only while the history is empty."""
+        sink = self._checked_sink(pin_tokens)
+        session = self._enter(session_id, owner, 0)
+
+        async def work() -> None:
+            await self._backend.pin(session.handle, sink)
+            session.sink = sink
+
+        await self._carry_out(session, work(), lambda backend_length: None)
 
     async def append(
         self, session_id: str, owner: str, tokens: Sequence[int], *, expected_length: int | None = None
@@ -142,8 +158,33 @@ class Runtime:
         if stream is None:
             return
         await stream.__aexit__(None, None, None)
+        rest = stream.rest()
+        if rest:
+            observe_batch(self.metrics, rest, 0.0, is_first=False)
         if not turn.session.gate.is_closed:
-            turn.record(stream.rest(), backend_length=self._backend.view(turn.session.handle).history_length)
+            turn.record(rest, backend_length=self._backend.view(turn.session.handle).history_length)
+
+    async def adopt(
+        self,
+        session_id: str,
+        owner: str,
+        given: Sequence[int],
+        sampled: Sequence[Sampled],
+        stop_reason: StopReason,
+        *,
+        expected_length: int,
+    ) -> None:
+        """Take over a turn that was generated elsewhere: tokens that were given, then tokens that were sampled."""
+        session = self._enter(session_id, owner, expected_length)
+        tokens = [*given, *(token.token for token in sampled)]
+
+        def conclude(backend_length: int) -> None:
+            if backend_length == expected_length + len(tokens):
+                turn = Turn(session, given)
+                turn.record(sampled, backend_length=backend_length)
+                turn.end(stop_reason)
+
+        await self._carry_out(session, self._backend.append(session.handle, tokens), conclude)
 
     async def rewind(self, session_id: str, owner: str, length: int) -> Rewound:
         """Forget the tokens from `length` on; explicit, and counted."""
@@ -158,7 +199,7 @@ class Runtime:
         return Rewound(length, await self._carry_out(session, work, conclude))
 
     async def fork(
-        self, session_id: str, owner: str, *, at_position: int | None = None, label: str = ""
+        self, session_id: str, owner: str, *, at_position: int | None = None, label: str = "", may_evict: bool = True
     ) -> tuple[SessionView, int]:
         """A new session with the same past, and how many tokens had to be computed again for it."""
         source = self._enter(session_id, owner, None)
@@ -168,6 +209,7 @@ class Runtime:
                 raise InvalidArgument(f"at_position must be 0 to {len(source.history)}, got {length}")
             fork = await self._place(
                 lambda: self._backend.fork(source.handle),
+                may_evict=may_evict,
                 owner=owner,
                 sink=source.sink,
                 label=label or source.label,
@@ -189,6 +231,17 @@ class Runtime:
     def info(self, session_id: str, owner: str) -> SessionView:
         """How the session stands. Never waits, also while it is busy."""
         return self._view(self._store.get(session_id, owner))
+
+    @contextlib.contextmanager
+    def held(self, session_id: str, owner: str) -> Iterator[None]:
+        """The session counts as busy, though others may still use it: it is neither evicted nor reaped meanwhile."""
+        session = self._store.get(session_id, owner)
+        session.num_holds += 1
+        try:
+            yield
+        finally:
+            session.num_holds -= 1
+            session.last_used = self._clock()
 
     def eos_token_ids(self, session_id: str, owner: str) -> frozenset[int]:
         """The tokens that end a generation of this session."""
@@ -298,11 +351,19 @@ class Runtime:
             self.metrics.invariant_violations.labels("inv1").inc()
             raise
 
-    async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]], **fields: Any) -> Session:
+    def _checked_sink(self, sink: int) -> int:
+        if not 0 <= sink <= self.model.max_pin:
+            raise InvalidArgument(f"pin_tokens must be 0 to {self.model.max_pin}, got {sink}", param="pin_tokens")
+        return sink
+
+    async def _place(
+        self, opening: Callable[[], Coroutine[Any, Any, int]], *, may_evict: bool = True, **fields: Any
+    ) -> Session:
         """Make room, open, and keep; whatever happens in between, no place is lost."""
-        victim = self._store.claim_place()
+        victim = self._store.claim_place(may_evict=may_evict)
         try:
             if victim is not None:
+                self.on_gone(victim.id)
                 self.metrics.session_evicted.labels("capacity").inc()
                 self.metrics.session_total.labels("evicted").inc()
                 await self._backend.close(victim.handle)
@@ -318,6 +379,7 @@ class Runtime:
 
     async def _remove(self, session: Session, why: str) -> int:
         self._store.remove(session, why)
+        self.on_gone(session.id)
         self.metrics.session_total.labels(why).inc()
         return await asyncio.shield(asyncio.ensure_future(self._backend.close(session.handle)))
 

@@ -25,6 +25,7 @@ class Session:
     gate: Gate = field(init=False)
     inv1_violations: int = 0
     num_rewinds: int = 0
+    num_holds: int = 0  # by those who will come back to it, and until then do nothing
     failure: str | None = None
     last_used: float = field(init=False)
 
@@ -51,8 +52,13 @@ class Session:
             raise SessionFailed(f"session {self.id} has failed: {self.failure}")
 
     @property
+    def is_busy(self) -> bool:
+        """Whether something runs on it or is about to: it is not to be taken away."""
+        return self.gate.is_busy or self.num_holds > 0
+
+    @property
     def idle_s(self) -> float:
-        return 0.0 if self.gate.is_busy else self.clock() - self.last_used
+        return 0.0 if self.is_busy else self.clock() - self.last_used
 
     def count(self, kind: SpanKind) -> tuple[int, int]:
         """How many spans of `kind` there are, and how many tokens in them."""

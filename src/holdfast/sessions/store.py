@@ -34,11 +34,15 @@ class Store:
     def is_full(self) -> bool:
         return len(self._sessions) + self._claimed >= self._capacity
 
-    def claim_place(self) -> Session | None:
+    def claim_place(self, *, may_evict: bool = True) -> Session | None:
         """Reserve a place; where all are taken, the idle session that has to go for it (already removed)."""
         victim = None
         if self.is_full:
-            idle = [session for session in self._sessions.values() if not session.gate.is_busy]
+            if not may_evict:
+                raise CapacityExhausted(
+                    f"all {self._capacity} places are taken by sessions; close one or raise --sessions"
+                )
+            idle = [session for session in self._sessions.values() if not session.is_busy]
             if not idle:
                 raise CapacityExhausted(f"all {self._capacity} sessions are busy; try again soon or raise --sessions")
             victim = min(idle, key=lambda session: session.last_used)
@@ -71,4 +75,4 @@ class Store:
         raise SessionNotFound(session_id, detail=why if gone_owner == owner else "unknown")
 
     def idle_longer_than(self, seconds: float) -> list[Session]:
-        return [s for s in self._sessions.values() if not s.gate.is_busy and s.idle_s > seconds]
+        return [s for s in self._sessions.values() if not s.is_busy and s.idle_s > seconds]

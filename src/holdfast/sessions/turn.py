@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from holdfast.generation import Done, Event, Sampled
+from holdfast.generation import Done, Event, Sampled, StopReason
 from holdfast.sessions.session import Session
 
 
@@ -28,5 +28,9 @@ class Turn:
         for event in events:
             if isinstance(event, Sampled) and self._span:
                 self.session.history.sample(self._span, event)
-            elif isinstance(event, Done) and self._span:
-                self._span.stop_reason = event.stop_reason
+            elif isinstance(event, Done):
+                self.end(event.stop_reason)
+
+    def end(self, reason: StopReason | None) -> None:
+        if self._span:
+            self._span.stop_reason = reason

@@ -46,7 +46,7 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         label=session.label,
         metadata=session.metadata,
         state=SessionState.FAILED if failure else SessionState.LIVE,
-        is_busy=session.gate.is_busy,
+        is_busy=session.is_busy,
         history_length=len(session.history),
         dropped_token_count=max(0, len(session.history) - session.sink - recent),
         sink=session.sink,

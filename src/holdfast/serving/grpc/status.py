@@ -15,6 +15,7 @@ STATUS = {
     "session_not_found": grpc.StatusCode.NOT_FOUND,
     "session_busy": grpc.StatusCode.ABORTED,
     "history_conflict": grpc.StatusCode.ABORTED,
+    "constraint_failed": grpc.StatusCode.INVALID_ARGUMENT,
     "invalid_argument": grpc.StatusCode.INVALID_ARGUMENT,
     "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "capacity_exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -1,5 +1,6 @@
-"""The HTTP door. Today: health and metrics."""
+"""The HTTP door: OpenAI's API on sessions and without, for chats and for those who train on them."""
 
 from holdfast.serving.http.app import create_app
+from holdfast.serving.http.relaying import Upstream
 
-__all__ = ["create_app"]
+__all__ = ["Upstream", "create_app"]

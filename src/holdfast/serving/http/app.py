@@ -2,33 +2,141 @@
 
 from collections.abc import Callable
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
+from starlette.routing import Match, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.matching import load_matcher
+from holdfast.config import ChatConfig, ServeConfig
+from holdfast.serving.http.control import Controls
+from holdfast.serving.http.door import Door, owner_of
+from holdfast.serving.http.health import Health
+from holdfast.serving.http.openai import OpenAI
+from holdfast.serving.http.openapi import document
+from holdfast.serving.http.relaying import METHODS, Passing, Upstream
+from holdfast.serving.http.samples import Samples
+from holdfast.serving.http.sessions import Sessions
+from holdfast.serving.keys import Keys
+from holdfast.sessions.admission import Admission
 from holdfast.sessions.runtime import Runtime
+from holdfast.trajectories.chats import Chats
+from holdfast.trajectories.control import Control
+from holdfast.trajectories.generating import Generating
+from holdfast.trajectories.making import Making
+from holdfast.trajectories.relaying import Relaying
+from holdfast.trajectories.single_shot import SingleShots
+from holdfast.trajectories.trajectory import Rules
+from holdfast.trajectories.turns import Turns
 
 
-def create_app(runtime: Runtime, *, is_ready: Callable[[], bool] = lambda: True) -> Starlette:
-    """`/healthz` (alive), `/readyz` (not draining), `/metrics` (Prometheus)."""
-
-    async def healthz(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def readyz(request: Request) -> Response:
-        ready = is_ready()
-        return JSONResponse({"status": "ready" if ready else "draining"}, status_code=200 if ready else 503)
-
-    async def metrics(request: Request) -> Response:
-        return Response(generate_latest(runtime.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    return Starlette(
-        routes=[
-            Route("/health", healthz),
-            Route("/healthz", healthz),
-            Route("/readyz", readyz),
-            Route("/metrics", metrics),
-        ]
+def create_app(
+    runtime: Runtime,
+    config: ServeConfig,
+    *,
+    chat: ChatModel | None = None,
+    chat_config: ChatConfig | None = None,
+    upstream: Upstream | None = None,
+    keys: Keys | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> ASGIApp:
+    """Health and metrics, and where there is a `chat` model everything that speaks OpenAI."""
+    health = Health(runtime.metrics, is_ready)
+    routes = [
+        Route("/health", health.health),
+        Route("/healthz", health.health),
+        Route("/readyz", health.readyz),
+        Route("/metrics", health.metrics),
+        Route("/openapi.json", document),
+    ]
+    if chat is not None:
+        routes += _chat_routes(runtime, config, chat, chat_config or ChatConfig(), upstream)
+    return Door(
+        _Routes(Router(routes, default=_not_found, redirect_slashes=False)), config, keys or Keys(), runtime.metrics
     )
+
+
+def _chat_routes(
+    runtime: Runtime, config: ServeConfig, chat: ChatModel, rules: ChatConfig, upstream: Upstream | None
+) -> list[Route]:
+    admission = Admission(
+        config.max_concurrent or runtime.capacity,
+        max_queue=config.queue_max if config.admission == "queue" else 0,
+        max_wait_s=config.queue_max_wait_s,
+        metrics=runtime.metrics,
+    )
+    control = Control(weight_version=config.weight_version, max_wait_s=config.pause_max_wait_s)
+    making: Making = Generating(runtime, chat, control)
+    if upstream is not None:
+        making = Relaying(runtime, upstream.chat, control)
+    turns = Turns(
+        runtime,
+        chat,
+        making,
+        rules=Rules(
+            matcher=load_matcher(rules.matcher),
+            max_rollback=rules.max_rollback,
+            may_edit_replies=rules.edited_reply == "branch",
+        ),
+        admission=admission,
+        control=control,
+    )
+    chats = Chats(runtime, chat, turns, control)
+    openai = OpenAI(chat, runtime.model, SingleShots(runtime, admission))
+    sessions = Sessions(chat, runtime.model, chats, is_relayed=upstream is not None)
+    controls = Controls(chats)
+
+    async def session_models(request: Request) -> Response:
+        chats.get(request.path_params["session_id"], owner_of(request))
+        return await openai.models(request)
+
+    one = "/sessions/{session_id}"
+    rest = [Route(f"{one}/v1/models", session_models)]
+    if upstream is not None:
+        rest = [Route(f"{one}/{{path:path}}", Passing(chats, upstream).passed, methods=METHODS)]
+    return [
+        Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
+        Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/v1/models", openai.models),
+        Route("/v1/models/{model:path}", openai.model),
+        Route("/sessions", sessions.create, methods=["POST"]),
+        Route("/sessions", sessions.list_sessions),
+        Route(one, sessions.show),
+        Route(one, sessions.delete, methods=["DELETE"]),
+        Route(f"{one}/fork", sessions.fork, methods=["POST"]),
+        Route(f"{one}/samples", Samples(chats).samples, methods=["POST"]),
+        Route(f"{one}/reward", sessions.reward, methods=["POST"]),
+        Route(f"{one}/v1/chat/completions", sessions.session_chat, methods=["POST"]),
+        Route("/control/pause", controls.pause, methods=["POST"]),
+        Route("/control/resume", controls.resume, methods=["POST"]),
+        Route("/control/weight_version", controls.weight_version, methods=["PUT"]),
+        *rest,
+    ]
+
+
+class _Routes:
+    """The router; with an application in the scope it raises where it would answer in plain text."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as exc:
+            if exc.status_code != 405:
+                raise
+            raise HTTPException(405, headers={"allow": self._allowed(scope)}) from exc
+
+    def _allowed(self, scope: Scope) -> str:
+        """All methods of a path: it may have a route for each."""
+        routes = [route for route in self._router.routes if isinstance(route, Route)]
+        matching = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+        return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404)

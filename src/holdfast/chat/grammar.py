@@ -1,0 +1,273 @@
+"""Constraints that hold a generation to JSON, to a schema or to tool calls.
+
+Owns the way from a schema to masks over the model's vocabulary, by llguidance. Knows text and tokens, nothing of
+engines or HTTP. A schema is the caller's and may be hostile: compiling some of them never ends and no option of
+llguidance's stops it, so a grammar that is new is compiled in a child process first, where time and memory are limited.
+What is left to do for every token is limited by llguidance itself.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer as RustTokenizer
+
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.errors import ConstraintFailed, HoldfastError, InvalidArgument
+from holdfast.generation import Constraint, ConstraintState, Mask
+
+SCHEMA = "response_format.json_schema.schema"
+
+_MAX_GRAMMAR_BYTES = 256 * 1024
+_MAX_KEPT = 32  # compiled grammars that are ready for the next request
+_MAX_REASON = 300  # characters of what llguidance says; it may quote the whole schema
+_NUM_TRIALS = 2  # at a time
+_TRIAL_CPU_S, _TRIAL_WALL_S, _TRIAL_BYTES = 1, 20, 512 * 2**20
+
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # about 20 ms, once
+    "step_lexer_fuel": 100_000,  # about 7 ms a mask
+    "step_max_items": 50_000,  # about 3 ms a mask
+    "max_lexer_states": 20_000,  # up to 2 kB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+# Models indent by a line break, or put one space. More than that is where weak ones never come back from.
+_JSON = {"whitespace_pattern": r"\n[ \t]{0,32}| "}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+_TRIAL = """
+import json, resource, sys
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+cpu_s, num_bytes, limits, grammars = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+if sys.platform == "linux":
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**limits)
+for grammar in grammars:
+    error = LLMatcher(tokenizer, grammar, log_level=0, limits=limits).get_error()
+    print(json.dumps(error), flush=True)
+    if error:
+        break
+"""
+
+
+class _Part(NamedTuple):
+    """A grammar in plain text, without token ids, and the field of the request that it comes from."""
+
+    field: str
+    grammar: str
+
+
+class Grammars:
+    """Constraints for one model; build it once a server. Thread-safe.
+
+    Every method blocks: for a tenth of a second where a grammar is new, for seconds where it is hostile or the first
+    of all. Call them in a thread, never on an event loop.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._kept: OrderedDict[str, _Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._trials = threading.BoundedSemaphore(_NUM_TRIALS)
+
+    def json_object(self) -> Constraint:
+        """Any JSON object."""
+        part = _schema_part("response_format", {"type": "object"})
+        return self._constraint([part], part.grammar)
+
+    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
+        """JSON that fits `schema`, properties in its order. What cannot be enforced in full is InvalidArgument."""
+        part = _schema_part(SCHEMA, schema)
+        return self._constraint([part], part.grammar)
+
+    def tool_call(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        names: Collection[str] = (),
+        is_parallel: bool = True,
+        opening: str = "<tool_call>",
+        closing: str = "</tool_call>",
+    ) -> Constraint:
+        """One call of one of `tools` (OpenAI's form), or several, one a block and nothing else.
+
+        `names` are those that may be called; none given: all. A tag that is a token of its own is forced to be it.
+        """
+        parts: list[_Part] = []
+        rules: list[str] = []
+        arguments: list[dict[str, Any]] = []
+        for index, tool in enumerate(tools):
+            where = f"tools[{index}].function"
+            name, schema = _function(tool, where)
+            if names and name not in names:
+                continue
+            part = _schema_part(f"{where}.parameters", schema)
+            lead = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+            rules.append(f'{_quoted(lead)} @arguments_{index} "}}"')
+            arguments.append({"name": f"arguments_{index}", "json_schema": _with_options(schema)})
+            parts.append(part)
+        if not rules:
+            raise InvalidArgument("tool_choice names no function that is among the tools", param="tool_choice")
+        calls = 'call ("\\n" call)*' if is_parallel else "call"
+
+        def grammar(before: str, after: str) -> str:
+            lark = f'start: {calls}\ncall: {before} "\\n" body "\\n" {after}\nbody: {" | ".join(rules)}\n'
+            return _dump([{"lark_grammar": lark}, *arguments])
+
+        parts.append(_Part("tools", grammar(_quoted(opening), _quoted(closing))))
+        return self._constraint(parts, grammar(self._tag(opening), self._tag(closing)))
+
+    # Inside
+
+    def _tag(self, text: str) -> str:
+        """`text` as the grammar spells it: by its id where it is a token that was added to the vocabulary."""
+        added = {str(token.content): i for i, token in self._tokenizer.inner.get_added_tokens_decoder().items()}
+        return f"<[{added[text]}]>" if text in added else _quoted(text)
+
+    def _constraint(self, parts: Sequence[_Part], grammar: str) -> Constraint:
+        """The grammar, compiled. `parts` are what is tried out first; a failure of the grammar itself is the last's."""
+        field = parts[-1].field
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept and not kept.is_spent:
+                self._kept.move_to_end(grammar)
+                return kept
+        for part in parts:
+            if len(part.grammar) > _MAX_GRAMMAR_BYTES:
+                raise _refusal(part.field, f"it is longer than {_MAX_GRAMMAR_BYTES // 1024} KiB")
+        with self._trials:
+            _try_out(parts)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        compiled = _Grammar(matcher, self.vocab_size, self._vocabulary.eos_tokens)
+        try:
+            state = compiled.start()
+            can_begin = state.may_end or state.allowed().any()
+        except ConstraintFailed as exc:
+            raise _refusal(field, f"it has no beginning ({exc})") from exc
+        if not can_begin:
+            raise _refusal(field, "nothing fits it")
+        with self._lock:
+            for spent in [key for key, kept in self._kept.items() if kept.is_spent]:
+                del self._kept[spent]
+            self._kept[grammar] = compiled
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        inner = RustTokenizer.from_str(self._tokenizer.inner.to_str())
+        inner.no_padding()
+        inner.no_truncation()
+        size = max(self.vocab_size, 1 + max(inner.get_vocab().values()))
+        return LLTokenizer(inner.to_str(), n_vocab=size, eos_token=sorted(self._tokenizer.eos_token_ids) or None)
+
+
+class _Grammar:
+    """A compiled grammar. Its states share llguidance's lexer, so where one meets a limit, all are spent."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.ends = [token for token in ends if token < vocab_size]
+        self.is_spent = False
+        self._matcher = matcher
+
+    def start(self) -> ConstraintState:
+        return _State(self, self._matcher.deep_copy())
+
+
+class _State:
+    def __init__(self, grammar: _Grammar, matcher: LLMatcher) -> None:
+        self._grammar = grammar
+        self._matcher = matcher
+
+    def allowed(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        allowed = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
+        allowed[self._grammar.ends] = False
+        return allowed
+
+    @property
+    def may_end(self) -> bool:
+        is_accepting = self._matcher.is_accepting()
+        self._check()
+        return is_accepting
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            self._grammar.is_spent = True
+            raise ConstraintFailed(f"the grammar of this generation failed: {_first_line(self._matcher.get_error())}")
+
+
+def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
+    """A tool's name and the schema of its arguments, which is always one of an object."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidArgument(f"{where}.name must be text", param=f"{where}.name")
+    schema = function.get("parameters") or _NO_ARGUMENTS
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise _refusal(f"{where}.parameters", "not the schema of an object")
+    return function["name"], {"type": "object", **schema}
+
+
+def _schema_part(field: str, schema: Mapping[str, Any]) -> _Part:
+    try:
+        return _Part(field, _dump([{"json_schema": _with_options(schema)}]))
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise _refusal(field, str(exc)) from exc
+
+
+def _with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": _JSON}
+
+
+def _dump(grammars: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps({"grammars": grammars}, allow_nan=False)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refusal(field: str, reason: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} cannot be enforced: {reason}", param=field)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:_MAX_REASON]
+
+
+def _try_out(parts: Sequence[_Part]) -> None:
+    """Compile `parts` in a child process with little time and memory. Blocks; the first that fails is refused."""
+    job = json.dumps([_TRIAL_CPU_S, _TRIAL_BYTES, _LIMITS, [part.grammar for part in parts]])
+    command = [sys.executable, "-P", "-c", _TRIAL]
+    try:
+        trial = subprocess.run(command, input=job, capture_output=True, text=True, timeout=_TRIAL_WALL_S, check=False)
+        code, output = trial.returncode, trial.stdout
+    except subprocess.TimeoutExpired as exc:
+        code, output = -1, (exc.stdout or b"").decode()
+    errors = [json.loads(line) for line in output.splitlines()]
+    for part, error in zip(parts, errors, strict=False):
+        if error:
+            raise _refusal(part.field, _first_line(error))
+    if len(errors) == len(parts):
+        return
+    if code < 0:  # ended by a signal: out of time or memory
+        raise _refusal(parts[len(errors)].field, "it takes too much time or memory to compile")
+    raise HoldfastError(f"grammars cannot be tried out: {trial.stderr.strip()}")

@@ -1,0 +1,99 @@
+"""What a chat template can do, found out by trying: which roles it appends, whether tools show.
+
+A conversation is continued by rendering a synthetic one whose last assistant text is a sentinel, plus the
+new messages; which synthetic prefix works is found here too. A template that loses what it is given is
+as useless as one that raises.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.chat.messages import Message
+from holdfast.chat.rendering import Renderer
+from holdfast.errors import ModelError, TemplateError
+
+SENTINEL = f"holdfast-{secrets.token_hex(8)}"  # nobody's message can contain it
+_MARK = f"mark-{secrets.token_hex(8)}"
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": _MARK, "description": "-", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def _call(arguments: Any) -> list[dict[str, Any]]:
+    return [{"id": "call00000", "type": "function", "function": {"name": _MARK, "arguments": arguments}}]
+
+
+_USER: Message = {"role": "user", "content": "-"}
+_SYSTEM: Message = {"role": "system", "content": "-"}
+_AFTER_TEXT: list[list[Message]] = [
+    [_USER, {"role": "assistant", "content": SENTINEL}],
+    [_SYSTEM, _USER, {"role": "assistant", "content": SENTINEL}],
+]
+_AFTER_CALL: list[list[Message]] = [
+    [_USER, {"role": "assistant", "content": "", "tool_calls": _call(SENTINEL)}],
+    [_USER, {"role": "assistant", "content": "", "tool_calls": _call(f'{{"a": "{SENTINEL}"}}')}],
+    *_AFTER_TEXT,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """`after_text` and `after_call` are the synthetic prefixes that work, None where none does."""
+
+    first_roles: frozenset[str]
+    next_roles: frozenset[str]
+    has_tools: bool
+    after_text: list[Message]
+    after_call: list[Message] | None
+
+    def prefix_for(self, messages: Sequence[Message]) -> list[Message]:
+        follows_call = bool(messages) and messages[0]["role"] == "tool"
+        return self.after_call if follows_call and self.after_call else self.after_text
+
+
+def probe(renderer: Renderer) -> Abilities:
+    """Raises ModelError for a template that cannot be continued at all."""
+    has_tools = _MARK in _try(renderer, [_USER], with_tools=True)
+    after_text = _working(renderer, _AFTER_TEXT, _marked("user"), has_tools)
+    if after_text is None:
+        raise ModelError("the chat template does not mark where an assistant's turn ends, so it cannot be continued")
+    after_call = _working(renderer, _AFTER_CALL, _marked("tool"), has_tools)
+    first = {role for role in ("system", "developer") if _MARK in _try(renderer, [_marked(role), _USER])}
+    first |= {role for role in ("user", "assistant") if _MARK in _try(renderer, [_USER, _marked(role)])}
+    following = {
+        role
+        for role in ("system", "developer", "user", "assistant")
+        if _MARK in _try(renderer, [*after_text, _marked(role)]).rpartition(SENTINEL)[2]
+    }
+    if after_call is not None:
+        first.add("tool")
+        following.add("tool")
+    return Abilities(frozenset(first), frozenset(following), has_tools, after_text, after_call)
+
+
+def _marked(role: str) -> Message:
+    message: Message = {"role": role, "content": _MARK}
+    return message | {"tool_call_id": "call00000", "name": "-"} if role == "tool" else message
+
+
+def _working(
+    renderer: Renderer, prefixes: list[list[Message]], message: Message, with_tools: bool
+) -> list[Message] | None:
+    for prefix in prefixes:
+        text = _try(renderer, [*prefix, message], with_tools=with_tools)
+        tail = text.rpartition(SENTINEL)[2]
+        ends = any(renderer.tokenizer.is_control(token) for token in renderer.encode(tail.partition(_MARK)[0]))
+        if text.count(SENTINEL) == 1 and _MARK in tail and ends:
+            return prefix
+    return None
+
+
+def _try(renderer: Renderer, messages: list[Message], *, with_tools: bool = False) -> str:
+    """The render, or nothing where the template refuses."""
+    try:
+        return renderer.text(messages, prompt=True, tools=[_TOOL] if with_tools else ())
+    except TemplateError:
+        return ""

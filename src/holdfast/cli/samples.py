@@ -1,0 +1,91 @@
+"""`holdfast samples`: look into exported samples and check them, without a server."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.errors import ConfigError, SamplesUnusable, Unimplemented
+from holdfast.trajectories.samples.check import problems, problems_of
+from holdfast.trajectories.samples.codec import decode
+from holdfast.trajectories.samples.sample import Export, Sample
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser("samples", help="check and show exported samples")
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    verify = actions.add_parser("verify", help="check certificates and masks: 0 where all is well, otherwise 1")
+    verify.add_argument("files", nargs="+", type=Path, metavar="FILE", help="safetensors, JSON or Parquet")
+    verify.set_defaults(run=_verify)
+    show = actions.add_parser("show", help="what is in a file of samples")
+    show.add_argument("file", type=Path, metavar="FILE", help="safetensors, JSON or Parquet")
+    show.set_defaults(run=_show)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    is_well = True
+    for path in arguments.files:
+        try:
+            export = decode(path.read_bytes())
+            found = problems(export)
+        except (OSError, SamplesUnusable, Unimplemented) as exc:
+            found = [exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)]
+        for problem in found:
+            print(f"{path}: {problem}")
+        if not found:
+            print(f"{path}: ok: {_counts(export)}")
+        is_well &= not found
+    return 0 if is_well else 1
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    try:
+        export = decode(arguments.file.read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"{arguments.file}: {exc.strerror or exc}") from exc
+    table = Table(box=None)
+    for name in ("sample", "turns", "tokens", "trained", "reward"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("weights", "status", "certificate"):
+        table.add_column(name, overflow="fold", no_wrap=name != "weights")
+    for index, sample in enumerate(export.samples):
+        table.add_row(str(index), *_row(sample))
+    console = Console()
+    for line in dict.fromkeys(_origin(sample) for sample in export.samples):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(table)
+    console.print(_counts(export), highlight=False)
+    return 0
+
+
+def _row(sample: Sample) -> list[str]:
+    low, high = sample.weight_versions
+    return [
+        f"{len(sample.turns)}" + (f" of {len(sample.turns) + sample.num_left_out}" if sample.num_left_out else ""),
+        f"{len(sample.tokens):,}",
+        f"{_num_trained(sample):,}",
+        "" if sample.reward is None else f"{sample.reward:g}",
+        escape(low if low == high else f"{low} to {high}"),
+        sample.status.value,
+        "[red]broken[/]" if problems_of(sample) else "holds",
+    ]
+
+
+def _origin(sample: Sample) -> str:
+    said = {"session": sample.session_id, "group": sample.group, "label": sample.label}
+    return ", ".join(f"{name} {escape(value)}" for name, value in said.items() if value)
+
+
+def _counts(export: Export) -> str:
+    if export.empty_reason:
+        return f"no samples: {export.empty_reason.value}"
+    num_tokens = sum(len(sample.tokens) for sample in export.samples)
+    num_trained = sum(map(_num_trained, export.samples))
+    return f"{len(export.samples)} samples, {num_tokens:,} tokens, {num_trained:,} of them trained"
+
+
+def _num_trained(sample: Sample) -> int:
+    return sum(turn.num_trained for turn in sample.turns)

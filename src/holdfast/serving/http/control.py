@@ -1,0 +1,38 @@
+"""What a trainer turns while agents work. For the owner `admin`, or for anyone where no keys are set."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from holdfast.errors import Forbidden, InvalidArgument
+from holdfast.serving.http.door import owner_of
+from holdfast.serving.http.requests import WeightVersion, decode
+from holdfast.serving.keys import ADMIN, LOCAL_OWNER
+from holdfast.trajectories.chats import Chats
+
+
+class Controls:
+    def __init__(self, chats: Chats) -> None:
+        self._chats = chats
+
+    async def pause(self, request: Request) -> Response:
+        _check(request)
+        mode = request.query_params.get("mode", "wait")
+        if mode not in ("wait", "abort"):
+            raise InvalidArgument(f"mode must be wait or abort, got {mode!r}", param="mode")
+        return JSONResponse({"status": "paused", "running": self._chats.pause(abort=mode == "abort")})
+
+    async def resume(self, request: Request) -> Response:
+        _check(request)
+        self._chats.control.resume()
+        return JSONResponse({"status": "running"})
+
+    async def weight_version(self, request: Request) -> Response:
+        _check(request)
+        body = decode(await request.body(), WeightVersion)
+        self._chats.control.weight_version = body.weight_version
+        return JSONResponse({"weight_version": body.weight_version})
+
+
+def _check(request: Request) -> None:
+    if owner_of(request) not in (ADMIN, LOCAL_OWNER):
+        raise Forbidden(f"this needs a key of the owner {ADMIN!r}")

@@ -1,0 +1,114 @@
+"""The one error table of the HTTP door, and OpenAI's envelope."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy
+
+STATUS = {
+    "session_not_found": 404,
+    "session_busy": 409,
+    "history_conflict": 409,
+    "message_mismatch": 400,
+    "invalid_argument": 400,
+    "context_length_exceeded": 400,
+    "template_error": 400,
+    "constraint_failed": 400,
+    "unauthenticated": 401,
+    "forbidden": 403,
+    "capacity_exhausted": 429,
+    "queue_timeout": 429,
+    "session_failed": 500,
+    "tokenization_mismatch": 500,
+    "upstream_invalid": 502,
+    "upstream_unreachable": 502,
+    "upstream_timeout": 504,
+    "upstream_aborted": 503,
+    "idempotency_mismatch": 422,
+    "samples_unusable": 422,
+    "paused": 503,
+    "journal_failed": 503,
+    "storage_unavailable": 503,
+    "recompute_too_long": 409,
+    "payload_too_large": 413,
+    "unimplemented": 501,
+    "draining": 503,
+}
+_RETRY_AFTER_S = {
+    "capacity_exhausted": 1,
+    "queue_timeout": 5,
+    "session_busy": 1,
+    "draining": 5,
+    "upstream_aborted": 1,
+    "paused": 5,
+}
+_MAX_TOLD = 1000  # characters
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def status_of(error: HoldfastError) -> int:
+    return STATUS.get(error.code, 500)
+
+
+def envelope(message: str, *, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+    return {"error": {"message": _told(message), "type": kind, "code": code, "param": param and _told(param)}}
+
+
+def _told(text: str) -> str:
+    """What a client wrote may be in it, so it is cut to a sane length and to what UTF-8 can spell."""
+    text = text if len(text) <= _MAX_TOLD else f"{text[:_MAX_TOLD]}..."
+    return text.encode(errors="replace").decode()
+
+
+def body_of(error: HoldfastError) -> dict[str, Any]:
+    param = error.param if isinstance(error, InvalidArgument) else None
+    body = envelope(str(error), status=status_of(error), code=error.code, param=param)
+    facts = {key: value for key, value in error.details.items() if key != "param"}
+    return {"error": body["error"] | facts}
+
+
+def response_for(error: Exception, *, is_plain: bool = False) -> Response:
+    """The answer to whatever was raised; what nobody foresaw is a 500 that tells nothing.
+
+    `is_plain`: the error is its sentence alone, as miles' session server has it.
+    """
+    response = _enveloped(error)
+    if is_plain:
+        kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        said = msgspec.json.decode(response.body)["error"]["message"]
+        return JSONResponse({"error": said}, response.status_code, kept)
+    return response
+
+
+def _enveloped(error: Exception) -> JSONResponse:
+    if isinstance(error, HoldfastError):
+        headers: dict[str, str] = {}
+        if (seconds := _RETRY_AFTER_S.get(error.code)) is not None:
+            headers["retry-after"] = str(seconds)
+        if isinstance(error, SessionBusy):
+            headers["x-should-retry"] = "false"  # OpenAI's clients would try again by themselves
+        if status_of(error) == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(body_of(error), status_of(error), headers)
+    if isinstance(error, HTTPException):
+        body = envelope(_said(error), status=error.status_code, code=_CODES.get(error.status_code))
+        return JSONResponse(body, error.status_code, headers=_plain(error.headers))
+    return JSONResponse(envelope("an error of the server's own; it was logged", status=500, code="internal"), 500)
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def _said(error: HTTPException) -> str:
+    return {404: "there is nothing at this path", 405: "this path does not take that method"}.get(
+        error.status_code, error.detail
+    )
+
+
+def _plain(headers: Mapping[str, str] | None) -> dict[str, str] | None:
+    return dict(headers) if headers else None

@@ -1,0 +1,218 @@
+"""Bodies as OpenAI's clients send them: decoded by type, refused by the path of the field that is wrong."""
+
+import json
+import math
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast.errors import InvalidArgument
+
+T = TypeVar("T")
+
+MAX_STOPS = 16
+_SMALL = 1 << 20  # bytes; larger bodies are not searched for what made them invalid
+_Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
+_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
+_Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Function(Struct, kw_only=True):
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Struct, kw_only=True):
+    name: _Name
+
+
+class NamedTool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Struct, kw_only=True):
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: _Number | None = None
+    frequency_penalty: _Number | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    logit_bias: dict[str, _Number] | None = None
+    seed: int | None = None
+    stop: _Stops = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=256)] | None = None
+    user: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+
+class ChatCompletion(Sampling, kw_only=True, forbid_unknown_fields=True):
+    messages: list[Any]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    input_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
+    return_meta_info: bool | None = None
+    no_stop_trim: Literal[False] | None = None
+
+
+class Completion(Sampling, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
+    suffix: Literal[""] | None = None
+
+
+class RelayedChat(Struct, kw_only=True):
+    """What we must know of a chat that an upstream answers. The other fields are for it to judge."""
+
+    messages: list[Any]
+    tools: list[dict[str, Any]] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    input_ids: list[Any] | None = None
+
+
+class Reward(Struct, kw_only=True, forbid_unknown_fields=True):
+    reward: float
+    turn: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class WeightVersion(Struct, kw_only=True, forbid_unknown_fields=True):
+    weight_version: Annotated[str, Meta(max_length=256)]
+
+
+class SamplesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    branch: Literal["tip", "all"] = "tip"
+    max_seq_len: _Count | None = None
+    min_weight_version: Annotated[int, Meta(ge=0, le=2**62)] | None = None
+    metadata: dict[str, Any] | None = None
+    format: Literal["safetensors", "json", "parquet"] = "safetensors"
+
+
+class NewSession(Struct, kw_only=True, forbid_unknown_fields=True):
+    group: str | None = None
+    label: Annotated[str, Meta(max_length=1000)] | None = None
+    metadata: dict[str, str] | None = None
+    pin_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class Fork(Struct, kw_only=True, forbid_unknown_fields=True):
+    label: Annotated[str, Meta(max_length=1000)] | None = None
+
+
+def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
+    """The body as `kind`, or InvalidArgument that names the field."""
+    if may_be_empty and not body.strip():
+        body = b"{}"
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as exc:
+        raise _refusal(str(exc)) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        if where := _not_finite(body):
+            raise InvalidArgument(f"{where} must be a finite number", param=where) from exc
+        raise InvalidArgument(f"the request body is not JSON: {exc}") from exc
+    except RecursionError as exc:
+        raise InvalidArgument("the request body is nested too deeply") from exc
+
+
+def _not_finite(body: bytes) -> str | None:
+    """The path of a NaN or an infinity, which some clients write although JSON has none."""
+    try:
+        value = json.loads(body) if len(body) < _SMALL else None
+    except (ValueError, RecursionError):
+        return None
+    waiting: list[tuple[_Path, Any]] = [((), value)]
+    for path, inner in waiting:
+        if isinstance(inner, float) and not math.isfinite(inner):
+            return _spelled(path)
+        if isinstance(inner, dict):
+            waiting += [((path, f".{key}"), item) for key, item in inner.items()]
+        elif isinstance(inner, list):
+            waiting += [((path, f"[{index}]"), item) for index, item in enumerate(inner)]
+    return None
+
+
+_Path = tuple[()] | tuple[Any, str]  # the path above, then the last step: spelled out only where it is needed
+
+
+def _spelled(path: _Path) -> str:
+    steps = []
+    while path:
+        path, step = path
+        steps.append(step)
+    return "".join(reversed(steps)).lstrip(".")
+
+
+_AT = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+def _refusal(text: str) -> InvalidArgument:
+    """msgspec's words as ours: the path first, then what is wrong there."""
+    at = _AT.search(text)
+    path = at.group(1) if at else ""
+    said = text[: at.start()] if at else text
+
+    def within(field: str) -> str:
+        return f"{path}.{field}" if path else field
+
+    if unknown := _UNKNOWN.match(said):
+        field = within(unknown.group(1))
+        return InvalidArgument(f"{field} is not supported here", param=field)
+    if missing := _MISSING.match(said):
+        field = within(missing.group(1))
+        return InvalidArgument(f"{field} is required", param=field)
+    said = said[:1].lower() + said[1:]
+    return InvalidArgument(f"{path or 'the request body'}: {said}", param=path or None)

@@ -1,0 +1,32 @@
+"""What a trainer fetches: a session's samples, in the format it reads."""
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.serving.http.door import owner_of
+from holdfast.serving.http.requests import SamplesRequest
+from holdfast.serving.http.requests import decode as decode_body
+from holdfast.trajectories.chats import Chats
+from holdfast.trajectories.samples.codec import CONTENT_TYPES, encode, read_format
+from holdfast.trajectories.samples.options import Options
+
+
+class Samples:
+    def __init__(self, chats: Chats) -> None:
+        self._chats = chats
+
+    async def samples(self, request: Request) -> Response:
+        session_id, owner = request.path_params["session_id"], owner_of(request)
+        self._chats.view(session_id, owner)
+        body = decode_body(await request.body(), SamplesRequest, may_be_empty=True)
+        options = Options(
+            branch=body.branch,
+            max_seq_len=body.max_seq_len,
+            min_weight_version=body.min_weight_version,
+            metadata=body.metadata or {},
+        )
+        export, form = self._chats.samples(session_id, owner, options), read_format(body.format)
+        content = await asyncio.to_thread(encode, export, form)
+        return Response(content, media_type=CONTENT_TYPES[form])

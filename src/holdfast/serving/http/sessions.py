@@ -1,0 +1,125 @@
+"""Session endpoints: an OpenAI client whose base URL is a session."""
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from holdfast.chat.chat_model import ChatModel
+from holdfast.errors import InvalidArgument
+from holdfast.serving.http.asking import chat_request, relayed_request
+from holdfast.serving.http.door import owner_of
+from holdfast.serving.http.replies import ChatWriter
+from holdfast.serving.http.requests import ChatCompletion, Fork, NewSession, RelayedChat, Reward, decode
+from holdfast.serving.http.shown import shown, told
+from holdfast.serving.http.streaming import unless_gone
+from holdfast.serving.http.turning import OutgoingTurn, answer_turn, whole_response
+from holdfast.sessions.ports import ModelInfo
+from holdfast.trajectories.chats import Chats
+from holdfast.trajectories.idempotency import Ticket
+from holdfast.trajectories.replies import Asked, Begun, Recorded, TurnEvent
+
+
+class Sessions:
+    """`is_relayed`: an upstream generates, and knows more fields than we do."""
+
+    def __init__(self, chat: ChatModel, model: ModelInfo, chats: Chats, *, is_relayed: bool = False) -> None:
+        self._chat = chat
+        self._model = model
+        self._chats = chats
+        self._is_relayed = is_relayed
+
+    async def create(self, request: Request) -> Response:
+        body = decode(await request.body(), NewSession, may_be_empty=True)
+        view = await self._chats.create(
+            owner_of(request),
+            group=body.group or "",
+            label=body.label or "",
+            metadata=body.metadata,
+            pin_tokens=body.pin_tokens,
+        )
+        return JSONResponse({"session_id": view.session_id})
+
+    async def list_sessions(self, request: Request) -> Response:
+        views = self._chats.list_views(owner_of(request))
+        return JSONResponse({"object": "list", "data": [shown(view) for view in views]})
+
+    async def show(self, request: Request) -> Response:
+        view, trajectory = self._chats.get(request.path_params["session_id"], owner_of(request))
+        query = request.query_params
+        rest = told(
+            trajectory,
+            self._chat,
+            all_branches=query.get("branches") == "all",
+            with_payloads=query.get("payloads") != "false",
+        )
+        return Response(msgspec.json.encode(shown(view) | rest), media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        await self._chats.close(request.path_params["session_id"], owner_of(request))
+        return Response(status_code=204)
+
+    async def fork(self, request: Request) -> Response:
+        body = decode(await request.body(), Fork, may_be_empty=True)
+        view = await self._chats.fork(request.path_params["session_id"], owner_of(request), label=body.label or "")
+        return JSONResponse({"session_id": view.session_id})
+
+    async def reward(self, request: Request) -> Response:
+        session_id, owner = request.path_params["session_id"], owner_of(request)
+        self._chats.get(session_id, owner)
+        body = decode(await request.body(), Reward)
+        self._chats.reward(session_id, owner, body.reward, turn=body.turn)
+        return JSONResponse({"session_id": session_id, "reward": body.reward, "turn": body.turn})
+
+    async def session_chat(self, request: Request) -> Response:
+        session_id, owner = request.path_params["session_id"], owner_of(request)
+        self._chats.get(session_id, owner)  # unknown beats malformed
+        raw = await request.body()
+        body, asked = await self._asked(request, raw)
+        turn = self._chats.turn(session_id, owner, asked)
+        try:
+            first = await unless_gone(request.receive, anext(turn))
+            if isinstance(first, Begun):
+                return await answer_turn(request, body, self._outgoing(session_id, owner, turn, first))
+            assert isinstance(first, Recorded)
+            return whole_response(first, {}, is_stream=bool(body.stream))
+        except BaseException:
+            await turn.aclose()
+            raise
+
+    def _outgoing(
+        self, session_id: str, owner: str, turn: AsyncGenerator[TurnEvent, None], begun: Begun
+    ) -> OutgoingTurn:
+        def dropped() -> int:
+            return self._chats.get(session_id, owner)[0].dropped_token_count
+
+        return OutgoingTurn(turn, begun, dropped, lambda number: self._chats.confirm(session_id, number))
+
+    async def _asked(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, Asked]:
+        body = decode(raw, RelayedChat) if self._is_relayed else decode(raw, ChatCompletion)
+        if body.n not in (None, 1):
+            raise InvalidArgument("n must be 1 on a session: a history has one next turn; fork it for more", param="n")
+        if body.input_ids is not None:
+            raise InvalidArgument("input_ids: a session keeps its own token ids", param="input_ids")
+        fields: dict[str, Any] = msgspec.json.decode(raw)
+        if isinstance(body, ChatCompletion):
+            asked = await chat_request(body, self._chat, self._model, fields)
+        else:
+            asked = relayed_request(body, self._chat, fields)
+        writer = ChatWriter(
+            model=self._model.name,
+            tokenizer=self._chat.tokenizer,
+            with_logprobs=isinstance(body, ChatCompletion) and bool(body.logprobs),
+            with_meta_info=isinstance(body, ChatCompletion) and bool(body.return_meta_info),
+        )
+        return body, Asked(request=asked, writer=writer, ticket=_ticket(request, raw))
+
+
+def _ticket(request: Request, raw: bytes) -> Ticket:
+    with contextlib.suppress(ValueError):
+        is_retry = int(request.headers.get("x-stainless-retry-count", "0")) > 0
+        return Ticket.of(raw, key=request.headers.get("idempotency-key", ""), is_retry=is_retry)
+    return Ticket.of(raw, key=request.headers.get("idempotency-key", ""))

@@ -1,0 +1,146 @@
+"""All chat sessions of a server: create, take turns, fork, reward, close. What every chat door calls."""
+
+import math
+from collections.abc import AsyncGenerator, Mapping
+
+from holdfast.chat.chat_model import ChatModel
+from holdfast.errors import InvalidArgument, Paused
+from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.view import SessionView
+from holdfast.trajectories.control import Control
+from holdfast.trajectories.replies import Asked, TurnEvent
+from holdfast.trajectories.samples.assemble import assemble
+from holdfast.trajectories.samples.options import Options, SessionFacts
+from holdfast.trajectories.samples.raw_tokens import from_spans
+from holdfast.trajectories.samples.sample import Export
+from holdfast.trajectories.standing import take_back
+from holdfast.trajectories.trajectory import Trajectory
+from holdfast.trajectories.turns import Turns
+
+
+class Chats:
+    """Trajectories by session id. A trajectory lives as long as its session does."""
+
+    def __init__(self, runtime: Runtime, chat: ChatModel, turns: Turns, control: Control) -> None:
+        self.control = control
+        self._runtime = runtime
+        self._chat = chat
+        self._turns = turns
+        self._trajectories: dict[str, Trajectory] = {}
+        runtime.on_gone = self._forget
+
+    def _forget(self, session_id: str) -> None:
+        self._trajectories.pop(session_id, None)
+
+    async def create(
+        self,
+        owner: str,
+        *,
+        group: str = "",
+        label: str = "",
+        metadata: Mapping[str, str] | None = None,
+        pin_tokens: int | None = None,
+    ) -> SessionView:
+        view = await self._runtime.create(
+            owner,
+            label=label,
+            metadata=metadata,
+            pin_tokens=pin_tokens,
+            eos_token_ids=sorted(self._chat.continuation.stop_token_ids),
+        )
+        self._trajectories[view.session_id] = Trajectory(
+            session_id=view.session_id, owner=owner, group=group, pin_tokens=pin_tokens
+        )
+        return view
+
+    def get(self, session_id: str, owner: str) -> tuple[SessionView, Trajectory]:
+        """How a chat session stands."""
+        view = self._runtime.info(session_id, owner)
+        try:
+            return view, self._trajectories[session_id]
+        except KeyError:
+            raise InvalidArgument(
+                f"session {session_id} was opened for raw tokens over gRPC; open one with POST /sessions to chat"
+            ) from None
+
+    def view(self, session_id: str, owner: str) -> SessionView:
+        """How any session stands, also one of raw tokens."""
+        return self._runtime.info(session_id, owner)
+
+    def list_views(self, owner: str) -> list[SessionView]:
+        return self._runtime.list_sessions(owner)
+
+    async def close(self, session_id: str, owner: str) -> None:
+        await self._runtime.close(session_id, owner)
+
+    async def turn(self, session_id: str, owner: str, asked: Asked) -> AsyncGenerator[TurnEvent, None]:
+        """One turn. Close it early and nothing of it is recorded, unless someone else listens too."""
+        _, trajectory = self.get(session_id, owner)
+        turn = self._turns.turn(trajectory, asked)
+        try:
+            async for event in turn:
+                yield event
+        finally:
+            await turn.aclose()
+
+    async def fork(self, session_id: str, owner: str, *, label: str = "") -> SessionView:
+        """A new session with the same past; the two go their own ways from here."""
+        _, source = self.get(session_id, owner)
+        source.claim()
+        try:
+            if source.owes_rewind:
+                await take_back(self._runtime, source)
+            view, _ = await self._runtime.fork(session_id, owner, label=label)
+            fork = Trajectory(session_id=view.session_id, owner=owner, group=source.group, pin_tokens=source.pin_tokens)
+            fork.tree, fork.stands_at = source.tree.copy(source.stands_at)
+            self._trajectories[view.session_id] = fork
+        finally:
+            source.release()
+        return view
+
+    def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
+        """What a session, or one of its turns, was worth."""
+        _, trajectory = self.get(session_id, owner)
+        if not math.isfinite(reward):
+            raise InvalidArgument("reward must be a finite number", param="reward")
+        if turn is None:
+            trajectory.reward = reward
+        elif 1 <= turn <= len(trajectory.tree.nodes):
+            trajectory.tree.nodes[turn - 1].reward = reward
+        else:
+            raise InvalidArgument(f"turn must be 1 to {len(trajectory.tree.nodes)}, got {turn}", param="turn")
+
+    def samples(self, session_id: str, owner: str, options: Options) -> Export:
+        """What a trainer reads of a session: its turns so far, or the spans of one of raw tokens."""
+        view = self._runtime.info(session_id, owner)
+        trajectory = self._trajectories.get(session_id)
+        summary = {"history_length": view.history_length, "dropped_tokens": view.dropped_token_count}
+        facts = SessionFacts(
+            session_id=session_id,
+            group=trajectory.group if trajectory else "",
+            label=view.label,
+            metadata=view.metadata,
+            reward=trajectory.reward if trajectory else None,
+            summary=summary,
+        )
+
+        def detokenize(ids: list[int]) -> str:
+            return self._chat.tokenizer.decode(ids)
+
+        if trajectory is None:
+            return from_spans(self._runtime.history(session_id, owner), options, facts, detokenize=detokenize)
+        return assemble(trajectory.tree, options, facts, detokenize=detokenize)
+
+    def confirm(self, session_id: str, number: int) -> None:
+        """The reply of a turn has reached its client, as far as a server can know."""
+        if trajectory := self._trajectories.get(session_id):
+            trajectory.tree.nodes[number - 1].is_delivered = True
+
+    def pause(self, *, abort: bool) -> int:
+        """Let no new turn begin; with `abort`, end those that run. How many were running."""
+        self.control.pause()
+        flying = [t.in_flight for t in self._trajectories.values() if t.in_flight is not None]
+        if abort:
+            for turn in flying:
+                turn.shared.abort(Paused("turns were paused and this one was ended; try again later"))
+        return len(flying)

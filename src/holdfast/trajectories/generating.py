@@ -1,0 +1,103 @@
+"""A turn on our own engine: only the tail is computed, and the reply streams."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from holdfast.chat.answer import Piece
+from holdfast.chat.chat_model import ChatModel
+from holdfast.errors import HistoryConflict, SessionBusy
+from holdfast.sessions.runtime import Runtime
+from holdfast.trajectories.answering import Answering
+from holdfast.trajectories.control import Control
+from holdfast.trajectories.making import Made
+from holdfast.trajectories.records import sampling_of, without_ids
+from holdfast.trajectories.replies import Asked, ChatRequest, Ending, Usage
+from holdfast.trajectories.standing import go_back
+from holdfast.trajectories.trajectory import Prepared, Trajectory
+from holdfast.trajectories.tree import Facts, Node
+from holdfast.trajectories.window import check_fits
+
+
+class Generating:
+    def __init__(self, runtime: Runtime, chat: ChatModel, control: Control) -> None:
+        self._runtime = runtime
+        self._chat = chat
+        self._control = control
+
+    async def events(
+        self, trajectory: Trajectory, prepared: Prepared, asked: Asked
+    ) -> AsyncGenerator[Piece | Made, None]:
+        request, prompt = asked.request, prepared.prompt
+        check_fits(len(prompt.ids), self._runtime.model, may_truncate=request.may_truncate)
+        started_at, version = time.time(), self._control.weight_version
+        base, recomputed = await go_back(self._runtime, trajectory, prepared.parent)
+        if base is trajectory.tree.root:
+            await self._pin(trajectory, request)
+        tokens = prepared.parent.ids(since=base) + prompt.ids
+        answer = self._chat.answer(stop=request.stop, tools=request.callable_tools, is_reasoning=prompt.is_reasoning)
+        answering = Answering(self._runtime, trajectory.session_id, trajectory.owner, answer)
+        pieces = answering.pieces(request.params, tokens, expected_length=base.end)
+        trajectory.owes_rewind = True
+        try:
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+        except (HistoryConflict, SessionBusy):  # another door was faster: what is there now is not ours to take back
+            trajectory.owes_rewind = False
+            raise
+        usage = self._usage(trajectory, prepared, answering, base, recomputed)
+        ending = Ending(
+            message=answer.message,
+            finish_reason=answering.finish_reason,
+            tokens=tuple(answer.tokens),
+            usage=usage,
+            matched_stop=answering.matched_stop,
+            seed=request.params.seed,
+        )
+        facts = Facts(
+            sampling=sampling_of(request.params),
+            logprob_kind="raw",
+            weight_versions=(version, self._control.weight_version),
+            started_at=started_at,
+            ended_at=time.time(),
+        )
+        body = msgspec.json.encode(asked.writer.whole([ending]))
+        yield Made(
+            message=ending.message,
+            tokens=ending.tokens,
+            finish_reason=ending.finish_reason,
+            facts=facts,
+            request=without_ids(request.body),
+            response=body,
+            body=body,
+            ending=ending,
+        )
+
+    async def hold(self, trajectory: Trajectory, prepared: Prepared, made: Made) -> None:
+        """Rewind what the engine sampled beyond a stop string."""
+        end = prepared.parent.end + len(prepared.prompt.ids) + len(made.tokens)
+        if self._runtime.info(trajectory.session_id, trajectory.owner).history_length > end:
+            await self._runtime.rewind(trajectory.session_id, trajectory.owner, end)
+
+    async def _pin(self, trajectory: Trajectory, request: ChatRequest) -> None:
+        if trajectory.pin_tokens is not None:
+            return
+        model = self._runtime.model
+        pinned = self._chat.continuation.pinned(request.messages, model.max_pin, request.tools, request.variables)
+        await self._runtime.pin(trajectory.session_id, trajectory.owner, max(model.sink, pinned))
+
+    def _usage(
+        self, trajectory: Trajectory, prepared: Prepared, answering: Answering, base: Node, recomputed: int
+    ) -> Usage:
+        prompt_tokens = prepared.parent.end + len(prepared.prompt.ids)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(answering.answer.tokens),
+            prefilled_tokens=prompt_tokens - base.end + bool(base.end),  # the last token there was still pending
+            dropped_tokens=self._runtime.info(trajectory.session_id, trajectory.owner).dropped_token_count,
+            recomputed_tokens=recomputed + prepared.parent.end - base.end,
+            reasoning_tokens=answering.answer.num_reasoning,
+        )

@@ -1,0 +1,94 @@
+"""A turn through an upstream server: our ids go in as the prompt, its bytes come back untouched."""
+
+import time
+from collections.abc import AsyncGenerator
+
+from holdfast.chat.messages import Message, read_messages
+from holdfast.errors import InvalidArgument, UpstreamInvalid
+from holdfast.generation import Sampled, StopReason
+from holdfast.sessions.ports import ChatUpstream, Completion
+from holdfast.sessions.runtime import Runtime
+from holdfast.trajectories.control import Control
+from holdfast.trajectories.making import Made
+from holdfast.trajectories.records import SAMPLING_FIELDS, without_ids
+from holdfast.trajectories.replies import Asked, Recorded
+from holdfast.trajectories.standing import go_back
+from holdfast.trajectories.trajectory import Prepared, Trajectory
+from holdfast.trajectories.tree import Facts
+
+_STOP_REASONS = {"length": StopReason.MAX_TOKENS}
+
+
+class Relaying:
+    def __init__(self, runtime: Runtime, upstream: ChatUpstream, control: Control) -> None:
+        self._runtime = runtime
+        self._upstream = upstream
+        self._control = control
+
+    async def events(
+        self, trajectory: Trajectory, prepared: Prepared, asked: Asked
+    ) -> AsyncGenerator[Recorded | Made, None]:
+        request = asked.request
+        started_at, version = time.time(), self._control.weight_version
+        body = dict(request.body)
+        if request.variables:
+            body["chat_template_kwargs"] = dict(request.variables)
+        reply = await self._upstream.complete(
+            body,
+            prepared.parent.ids() + prepared.prompt.ids,
+            session_id=trajectory.session_id,
+            routed_from=max(0, prepared.parent.end - 1),
+        )
+        completion = reply.completion
+        if completion is None:
+            yield Recorded(body=reply.body, number=None, status=reply.status, headers=reply.headers)
+            return
+        yield Made(
+            message=_message(completion),
+            tokens=_tokens(completion),
+            finish_reason=completion.finish_reason,
+            facts=Facts(
+                sampling={name: body[name] for name in SAMPLING_FIELDS if name in body},
+                logprob_kind=completion.logprob_kind,
+                weight_versions=(
+                    completion.weight_version or version,
+                    completion.weight_version or self._control.weight_version,
+                ),
+                started_at=started_at,
+                ended_at=time.time(),
+                routed_experts=completion.routed_experts,
+                indexer_topk=completion.indexer_topk,
+            ),
+            request=without_ids(reply.request),
+            response=reply.received,
+            body=reply.body,
+            status=reply.status,
+            headers=reply.headers,
+        )
+
+    async def hold(self, trajectory: Trajectory, prepared: Prepared, made: Made) -> None:
+        """Take the turn over into the session's own history."""
+        base, _ = await go_back(self._runtime, trajectory, prepared.parent)
+        trajectory.owes_rewind = True
+        await self._runtime.adopt(
+            trajectory.session_id,
+            trajectory.owner,
+            prepared.parent.ids(since=base) + prepared.prompt.ids,
+            made.tokens,
+            _STOP_REASONS.get(made.finish_reason, StopReason.EOS),
+            expected_length=base.end,
+        )
+
+
+def _message(completion: Completion) -> Message:
+    """The reply in normal form; what else the upstream put beside it stays in the record alone."""
+    known = ("role", "content", "tool_calls", "reasoning_content", "reasoning")
+    try:
+        return read_messages([{name: completion.message.get(name) for name in known}], "message")[0]
+    except InvalidArgument as exc:
+        raise UpstreamInvalid(f"the upstream's message cannot be understood: {exc}") from exc
+
+
+def _tokens(completion: Completion) -> tuple[Sampled, ...]:
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return tuple(Sampled(token=token, logprob=logprob, sampling_logprob=logprob) for token, logprob in pairs)

@@ -1,0 +1,169 @@
+"""One chat turn: claim, prepare, make the reply, commit. The slot is free again on every way out."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+
+from holdfast.chat.chat_model import ChatModel
+from holdfast.errors import HoldfastError, SessionFailed, SessionNotFound
+from holdfast.sessions.admission import Admission
+from holdfast.sessions.runtime import Runtime
+from holdfast.trajectories.control import Control
+from holdfast.trajectories.making import Made, Making
+from holdfast.trajectories.replies import Asked, Begun, Recorded, TurnEvent
+from holdfast.trajectories.sharing import Shared
+from holdfast.trajectories.standing import take_back
+from holdfast.trajectories.trajectory import Prepared, Rules, Trajectory
+from holdfast.trajectories.tree import Node, Record
+
+logger = logging.getLogger(__name__)
+
+_LONG_CHARS = 1 << 16
+
+
+class Turns:
+    def __init__(
+        self,
+        runtime: Runtime,
+        chat: ChatModel,
+        making: Making,
+        *,
+        rules: Rules,
+        admission: Admission,
+        control: Control,
+    ) -> None:
+        self._runtime = runtime
+        self._chat = chat
+        self._making = making
+        self._rules = rules
+        self._admission = admission
+        self._control = control
+        self._settling: set[asyncio.Task[None]] = set()
+
+    async def turn(self, trajectory: Trajectory, asked: Asked) -> AsyncGenerator[TurnEvent, None]:
+        """The turn's events. A request that we know joins the turn in flight, or gets the last one again."""
+        flying = trajectory.in_flight
+        if flying is not None and flying.shared.is_running and asked.ticket.repeats(flying.ticket):
+            shared = flying.shared
+        elif flying is None and asked.ticket.repeats(trajectory.last_ticket):
+            yield self._again(trajectory)
+            return
+        else:
+            shared = Shared[TurnEvent]()
+            shared.events = self._run(trajectory, asked, shared)
+        async with contextlib.aclosing(shared.listen()) as events:
+            async for event in events:
+                yield event
+
+    def _again(self, trajectory: Trajectory) -> Recorded:
+        node = trajectory.tree.nodes[trajectory.last_number - 1]
+        assert node.record is not None
+        return Recorded(body=node.record.response, number=node.number, is_replay=True)
+
+    async def _run(
+        self, trajectory: Trajectory, asked: Asked, shared: Shared[TurnEvent]
+    ) -> AsyncGenerator[TurnEvent, None]:
+        flying = trajectory.claim(asked.ticket, shared)
+        try:
+            with self._runtime.held(trajectory.session_id, trajectory.owner):
+                await self._control.passed()
+                prepared = await self._prepared(trajectory, asked)
+                below = prepared.parent.number if prepared.is_branch else None
+                yield Begun(turn_id=flying.turn_id, writer=asked.writer, branched_below=below)
+                async with (
+                    self._admission.admitted(),
+                    contextlib.aclosing(self._made(trajectory, prepared, asked)) as made,
+                ):
+                    async for event in made:
+                        yield event
+        finally:
+            await self._settle(trajectory)
+
+    async def _prepared(self, trajectory: Trajectory, asked: Asked) -> Prepared:
+        """Long texts are rendered in a thread; the slot is ours, so nothing changes meanwhile."""
+        num_chars = sum(len(message["content"]) for message in asked.request.messages)
+        if num_chars < _LONG_CHARS:
+            return trajectory.prepare(asked.request, self._chat, self._rules)
+        return await asyncio.to_thread(trajectory.prepare, asked.request, self._chat, self._rules)
+
+    async def _made(self, trajectory: Trajectory, prepared: Prepared, asked: Asked) -> AsyncGenerator[TurnEvent, None]:
+        making = self._making.events(trajectory, prepared, asked)
+        async with contextlib.aclosing(making):
+            async for event in making:
+                if not isinstance(event, Made):
+                    yield event
+                    continue
+                number = await self._committed(trajectory, prepared, asked, event)
+                if event.ending is not None:
+                    yield event.ending
+                yield Recorded(body=event.body, number=number, status=event.status, headers=event.headers)
+
+    async def _committed(self, trajectory: Trajectory, prepared: Prepared, asked: Asked, made: Made) -> int | None:
+        """The number of the turn on record. Once begun, recording is brought to its end, whoever still waits.
+
+        A session that was closed meanwhile keeps no turn; what an upstream sampled still goes to its client.
+        """
+        task = asyncio.ensure_future(self._commit(trajectory, prepared, asked, made))
+        trajectory.committing = task
+        try:
+            return (await asyncio.shield(task)).number
+        except SessionNotFound:
+            if made.ending is not None:
+                raise
+            return None
+
+    async def _commit(self, trajectory: Trajectory, prepared: Prepared, asked: Asked, made: Made) -> Node:
+        session_id, tree = trajectory.session_id, trajectory.tree
+        if tree.tip is not prepared.tip:
+            raise self._moved(session_id)
+        await self._making.hold(trajectory, prepared, made)
+        end = prepared.parent.end + len(prepared.prompt.ids) + len(made.tokens)
+        if self._runtime.info(session_id, trajectory.owner).history_length != end:
+            raise self._moved(session_id)
+        node = tree.attach(
+            prepared.parent,
+            messages=prepared.messages,
+            reply=made.message,
+            root=prepared.root,
+            given=prepared.prompt.ids,
+            sampled=made.tokens,
+            finish_reason=made.finish_reason,
+            facts=made.facts,
+            record=Record(
+                request=made.request,
+                response=made.response,
+                request_timestamp=made.facts.started_at,
+                timestamp=made.facts.ended_at,
+            ),
+        )
+        trajectory.stands_at, trajectory.owes_rewind = node, False
+        trajectory.num_branches += prepared.is_branch
+        trajectory.num_control += prepared.prompt.num_control
+        trajectory.last_ticket, trajectory.last_number = asked.ticket, node.number
+        return node
+
+    def _moved(self, session_id: str) -> SessionFailed:
+        logger.error("session %s moved under a turn; nothing of it was recorded", session_id)
+        return SessionFailed(f"session {session_id} moved while a turn was running; the turn was not recorded")
+
+    async def _settle(self, trajectory: Trajectory) -> None:
+        """End what was begun, take back what was not committed, then free the slot, whoever still waits for it."""
+
+        async def settle() -> None:
+            try:
+                if trajectory.committing is not None:
+                    await asyncio.gather(trajectory.committing, return_exceptions=True)
+                if trajectory.owes_rewind:
+                    await take_back(self._runtime, trajectory)
+            except SessionNotFound:
+                pass  # closed meanwhile: there is nothing left to take back
+            except HoldfastError as exc:
+                logger.warning("session %s: a cancelled turn is still to be taken back: %s", trajectory.session_id, exc)
+            finally:
+                trajectory.release()
+
+        task = asyncio.ensure_future(settle())
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        await asyncio.shield(task)

@@ -1,0 +1,351 @@
+"""Chat sessions in front of an upstream: its bytes untouched, its tokens on record, and nothing else."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.testing.model import FakeModel
+from holdfast.testing.sglang import FakeSGLang
+from holdfast.testing.upstream import Fault
+from tests.effort import examples
+from tests.relaying import Relay, relaying
+from tests.serving import default_chat
+from tests.talking import as_events_text, chat_path, error_of, open_session, said, until
+
+
+def fake_upstream(**options: Any) -> FakeSGLang:
+    tokenizer = default_chat().model.tokenizer
+    model = FakeModel(
+        vocab_size=tokenizer.inner.get_vocab_size(),
+        decode=lambda ids: tokenizer.decode(list(ids), skip_special=True),
+    )
+    return FakeSGLang(model, **options)
+
+
+@contextlib.asynccontextmanager
+async def chatting(**options: Any) -> AsyncIterator[tuple[Relay, FakeSGLang]]:
+    fake = {key: options.pop(key) for key in ("delay_s", "routed_experts") if key in options}
+    async with fake_upstream(**fake) as upstream:
+        vocab_size = upstream.model.vocab_size
+        async with relaying(upstream.url, default_chat(), vocab_size, **options) as relay:
+            upstream.requests.clear()  # what the probe asked
+            yield relay, upstream
+
+
+def chats_of(upstream: FakeSGLang) -> list[dict[str, Any]]:
+    return [seen.json for seen in upstream.requests if seen.path == "/v1/chat/completions"]
+
+
+async def test_the_upstream_gets_our_ids_and_the_client_its_bytes() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        first = await relay.http.post(chat_path(session), json=said("Hi", colour="red"))
+        assert first.status_code == 200
+        sent = chats_of(upstream)[0]
+        prompt = default_chat().model.continuation.first([{"role": "user", "content": "Hi"}]).ids
+        assert sent["input_ids"] == prompt
+        assert sent["colour"] == "red"  # not ours to judge
+        assert "stream" not in sent
+        (record,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]
+        assert record["response"] == first.json()
+        assert record["request"] == sent
+        sampled = [entry[1] for entry in first.json()["choices"][0]["meta_info"]["output_token_logprobs"]]
+        reply = first.json()["choices"][0]["message"]["content"]
+        await relay.http.post(chat_path(session), json=said("Hi", reply, "More"))
+        again = chats_of(upstream)[1]["input_ids"]
+        assert again[: len(prompt) + len(sampled)] == prompt + sampled
+
+
+async def test_two_chats_at_once_are_one_upstream_request_and_a_409() -> None:
+    async with chatting(delay_s=0.05) as (relay, upstream):
+        session = await open_session(relay.http)
+        body = said("Hi")
+        first = asyncio.ensure_future(relay.http.post(chat_path(session), json=body))
+        await until(lambda: len(upstream.requests) == 1)
+        second = await relay.http.post(chat_path(session), json=said("Hello"))
+        assert (second.status_code, error_of(second)["code"]) == (409, "session_busy")
+        assert second.headers["x-should-retry"] == "false"
+        assert second.headers["retry-after"]
+        assert (await first).status_code == 200
+        assert len(upstream.requests) == 1
+
+
+async def test_sixty_four_sessions_run_at_once() -> None:
+    async with chatting(delay_s=1.0) as (relay, upstream):
+        sessions = [await open_session(relay.http) for _ in range(64)]
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, upstream.num_running)
+                await asyncio.sleep(0.001)
+
+        watching = asyncio.ensure_future(watch())
+        replies = await asyncio.gather(
+            *(relay.http.post(chat_path(s), json=said("Hi", max_tokens=1)) for s in sessions)
+        )
+        watching.cancel()
+        assert {reply.status_code for reply in replies} == {200}
+        assert most == 64
+
+
+def _drop(*path: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(reply: dict[str, Any]) -> None:
+        inner: Any = reply
+        for step in path[:-1]:
+            inner = inner[step]
+        del inner[path[-1]]
+
+    return edit
+
+
+def _put(*path: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(reply: dict[str, Any]) -> None:
+        inner: Any = reply
+        for step in path[:-2]:
+            inner = inner[step]
+        inner[path[-2]] = path[-1]
+
+    return edit
+
+
+CHOICE = ("choices", 0)
+META = (*CHOICE, "meta_info")
+ENTRY = (*META, "output_token_logprobs", 0)
+MALFORMED = {
+    "no JSON": Fault(body=b"<html>"),
+    "not UTF-8": Fault(body=b'{"choices": "\xff"}'),
+    "too deep": Fault(body=b'{"choices": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+    "a list": Fault(body=b"[]"),
+    "no choices": Fault(edit=_drop("choices")),
+    "null choices": Fault(edit=_put("choices", None)),
+    "empty choices": Fault(edit=_put("choices", [])),
+    "two choices": Fault(edit=lambda reply: reply["choices"].append(reply["choices"][0])),
+    "no message": Fault(edit=_put(*CHOICE, "message", "hi")),
+    "another role": Fault(edit=_put(*CHOICE, "message", "role", "user")),
+    "odd content": Fault(edit=_put(*CHOICE, "message", "content", 7)),
+    "no meta_info": Fault(edit=_drop(*META)),
+    "logprobs no list": Fault(edit=_put(*META, "output_token_logprobs", "x")),
+    "short entry": Fault(edit=_put(*ENTRY, [-0.5])),
+    "bool id": Fault(edit=_put(*ENTRY, [-0.5, True])),
+    "float id": Fault(edit=_put(*ENTRY, [-0.5, 3.0])),
+    "text id": Fault(edit=_put(*ENTRY, [-0.5, "3"])),
+    "null id": Fault(edit=_put(*ENTRY, [-0.5, None])),
+    "negative id": Fault(edit=_put(*ENTRY, [-0.5, -1])),
+    "id beyond the vocabulary": Fault(edit=_put(*ENTRY, [-0.5, 10**7])),
+    "bool logprob": Fault(edit=_put(*ENTRY, [True, 3])),
+    "text logprob": Fault(edit=_put(*ENTRY, ["-0.5", 3])),
+    "null logprob": Fault(edit=_put(*ENTRY, [None, 3])),
+    "positive logprob": Fault(edit=_put(*ENTRY, [0.5, 3])),
+    "NaN": Fault(edit=_put(*ENTRY, [float("nan"), 3])),
+    "Infinity": Fault(edit=_put(*ENTRY, [float("-inf"), 3])),
+    "no count": Fault(edit=_drop(*META, "completion_tokens")),
+    "bool count": Fault(edit=_put(*META, "completion_tokens", True)),
+    "wrong count": Fault(edit=_put(*META, "completion_tokens", 99)),
+    "no finish_reason": Fault(edit=_drop(*CHOICE, "finish_reason")),
+}
+BROKEN = {
+    "drops before": (Fault(drops="before"), 502, "upstream_unreachable"),
+    "drops in the middle": (Fault(drops="middle"), 502, "upstream_unreachable"),
+    "hangs": (Fault(is_hanging=True), 504, "upstream_timeout"),
+    "aborts": (Fault(edit=_put(*CHOICE, "finish_reason", "abort")), 503, "upstream_aborted"),
+    **{name: (fault, 502, "upstream_invalid") for name, fault in MALFORMED.items()},
+}
+
+
+async def _is_untouched(relay: Relay, upstream: FakeSGLang, session: str, before: dict[str, Any]) -> None:
+    """The slot is free, nothing was recorded, and the next legal chat works."""
+    now = (await relay.http.get(f"/sessions/{session}")).json()
+    for field in ("history_length", "turns", "records", "metadata"):
+        assert now[field] == before[field]
+    reply = before["messages"][-1]["content"]
+    assert (await relay.http.post(chat_path(session), json=said("Hi", reply, "More"))).status_code == 200
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_what_is_not_exactly_right_is_refused_and_leaves_nothing(name: str) -> None:
+    fault, status, code = BROKEN[name]
+    async with chatting(upstream_timeout_s=1.0) as (relay, upstream):
+        session = await open_session(relay.http)
+        first = await relay.http.post(chat_path(session), json=said("Hi"))
+        reply = first.json()["choices"][0]["message"]["content"]
+        before = (await relay.http.get(f"/sessions/{session}")).json()
+        upstream.faults.append(fault)
+        refused = await relay.http.post(chat_path(session), json=said("Hi", reply, "Go on"))
+        assert (refused.status_code, error_of(refused)["code"]) == (status, code)
+        await _is_untouched(relay, upstream, session, before)
+
+
+async def test_other_statuses_and_content_types_pass_through_byte_for_byte() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        first = await relay.http.post(chat_path(session), json=said("Hi"))
+        before = (await relay.http.get(f"/sessions/{session}")).json()
+        body = b"\x00\xfe not json \xff"
+        odd = {"content-type": "application/x-odd", "x-from": "there", "set-cookie": "a=b", "server": "theirs"}
+        upstream.faults.append(Fault(body=body, status=418, headers=odd))
+        reply = first.json()["choices"][0]["message"]["content"]
+        passed = await relay.http.post(chat_path(session), json=said("Hi", reply, "Go on"))
+        assert (passed.status_code, passed.content) == (418, body)
+        assert passed.headers["content-type"] == "application/x-odd"
+        assert passed.headers["x-from"] == "there"
+        assert passed.headers["holdfast-recorded"] == "false"
+        assert "set-cookie" not in passed.headers
+        names = [name.lower() for name, _ in passed.headers.raw]
+        assert len(names) == len(set(names))
+        await _is_untouched(relay, upstream, session, before)
+
+
+@pytest.mark.parametrize("moment", ["waiting", "answered"])
+async def test_a_client_that_leaves_before_the_commit_leaves_nothing(moment: str) -> None:
+    async with chatting(delay_s=0.05) as (relay, upstream):
+        session = await open_session(relay.http)
+        await relay.http.post(chat_path(session), json=said("Hi", max_tokens=1))
+        before = (await relay.http.get(f"/sessions/{session}")).json()
+        reply = before["messages"][-1]["content"]
+        upstream.requests.clear()
+        body = said("Hi", reply, "Go on")
+        async with httpx.AsyncClient(base_url=relay.http.base_url) as leaving:
+            turn = asyncio.ensure_future(leaving.post(chat_path(session), json=body))
+            await until(lambda: bool(upstream.requests))
+            if moment == "answered":
+                await asyncio.sleep(0.1)
+            turn.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await turn
+        await until(lambda: upstream.num_running == 0)
+        for _ in range(100):
+            again = await relay.http.post(chat_path(session), json=body)
+            if again.status_code != 409:
+                break
+            await asyncio.sleep(0.01)
+        assert again.status_code == 200
+        assert "holdfast-branched" not in again.headers
+        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 2
+
+
+async def test_deleting_during_a_turn_still_gives_its_client_the_bytes_unrecorded() -> None:
+    async with chatting(delay_s=0.05) as (relay, upstream):
+        session = await open_session(relay.http)
+        turn = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi")))
+        await until(lambda: bool(upstream.requests))
+        assert (await relay.http.delete(f"/sessions/{session}")).status_code == 204
+        assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 404
+        reply = await turn
+        assert reply.status_code == 200
+        assert reply.headers["holdfast-recorded"] == "false"
+        assert reply.json()["choices"]
+
+
+async def test_a_stream_is_the_reply_as_one_chunk() -> None:
+    async with chatting() as (relay, _):
+        session = await open_session(relay.http)
+        reply = await relay.http.post(chat_path(session), json=said("Hi", stream=True))
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        chunk, done = as_events_text(reply.text)
+        assert done == "[DONE]"
+        assert chunk["object"] == "chat.completion.chunk"
+        assert chunk["choices"][0]["delta"]["role"] == "assistant"
+        assert chunk["usage"]["completion_tokens"] > 0
+        (record,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]
+        assert "stream" not in record["request"]
+
+
+async def test_only_open_paths_of_the_upstream_are_reached_and_no_key_goes_there() -> None:
+    async with chatting(passthrough="GET:v1/odd") as (relay, upstream):
+        session = await open_session(relay.http)
+        headers = {"authorization": "Bearer secret", "cookie": "a=b", "x-smg-routing-key": "mine", "x-mine": "yes"}
+        await relay.http.post(chat_path(session), json=said("Hi"), headers=headers)
+        models = await relay.http.get(f"/sessions/{session}/v1/models?a=1", headers=headers)
+        assert models.status_code == 200
+        assert models.json()["data"][0]["id"] == "fake-model"
+        for seen in upstream.requests:
+            assert "authorization" not in {name.lower() for name in seen.headers}
+            assert "cookie" not in {name.lower() for name in seen.headers}
+            assert {name.lower(): value for name, value in seen.headers.items()}["x-smg-routing-key"] == session
+        upstream.requests.clear()
+        for method, path in (
+            ("POST", "update_weights_from_disk"),
+            ("POST", "v1/../pause"),
+            ("GET", "v1%2Fmodels"),
+            ("GET", "v1//models"),
+            ("GET", "%2e%2e/health"),
+            ("POST", "v1/models"),
+            ("GET", "flush_cache"),
+        ):
+            request = httpx.Request(method, f"{relay.http.base_url}/sessions/{session}/{path}")
+            assert (await relay.http.send(request)).status_code in (404, 405), path
+        assert upstream.requests == []
+
+
+async def test_the_gRPC_door_sees_the_same_history_and_what_was_sampled() -> None:
+    async with chatting() as (relay, _):
+        session = await open_session(relay.http)
+        first = (await relay.http.post(chat_path(session), json=said("Hi"))).json()
+        entries = first["choices"][0]["meta_info"]["output_token_logprobs"]
+        chunks = [chunk async for chunk in relay.stub.GetHistory(pb.GetHistoryRequest(session_id=session))]
+        assert [pb.SpanKind.Name(chunk.kind) for chunk in chunks] == ["SPAN_KIND_GIVEN", "SPAN_KIND_SAMPLED"]
+        assert list(chunks[1].token_ids) == [entry[1] for entry in entries]
+        assert list(chunks[1].logprobs) == pytest.approx([entry[0] for entry in entries])
+
+
+async def test_thousands_of_mangled_replies_give_only_valid_answers_or_refusals() -> None:
+    source = random.Random(4)
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        good = (await relay.http.post(chat_path(session), json=said("Hi", max_tokens=2))).content
+        seen: dict[int, int] = {}
+        for _ in range(examples(200)):
+            upstream.faults.append(Fault(body=_mangled(good, source)))
+            reply = await relay.http.post(chat_path(session), json=said("Hi", max_tokens=2))
+            seen[reply.status_code] = seen.get(reply.status_code, 0) + 1
+            if reply.status_code == 200:
+                entries = reply.json()["choices"][0]["meta_info"]["output_token_logprobs"]
+                assert len(entries) == reply.json()["choices"][0]["meta_info"]["completion_tokens"]
+        assert set(seen) <= {200, 502, 503}, seen
+        assert seen.get(502, 0) > 10
+        info = (await relay.http.get(f"/sessions/{session}?branches=all")).json()
+        assert len(info["records"]) == 1 + seen.get(200, 0)
+
+
+def _mangled(good: bytes, source: random.Random) -> bytes:
+    """A valid reply with a few bytes cut, doubled, changed, or a JSON value put elsewhere."""
+    body = bytearray(good)
+    for _ in range(source.randint(1, 3)):
+        at = source.randrange(len(body))
+        kind = source.randrange(4)
+        if kind == 0:
+            del body[at : at + source.randint(1, 20)]
+        elif kind == 1:
+            body[at:at] = source.choice([b"NaN", b"null", b"-1", b"1e999", b"\xff", b'"x"', b"[", b"}", b"true"])
+        elif kind == 2:
+            body[at] = source.randrange(256)
+        else:
+            old, new = source.choice(
+                [
+                    (b"-", b""),
+                    (b'"assistant"', b'"user"'),
+                    (b"0.", b"NaN0."),
+                    (b'"stop"', b"null"),
+                    (b"choices", b"choice"),
+                ]
+            )
+            body = bytearray(bytes(body).replace(old, new, 1))
+    return bytes(body) or b" "
+
+
+async def test_upstream_requests_are_counted() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        await relay.http.post(chat_path(session), json=said("Hi"))
+        upstream.faults.append(Fault(body=b"{}"))
+        await relay.http.post(chat_path(session), json=said("Hi"))
+        metrics = (await relay.http.get("/metrics")).text
+        assert 'holdfast_upstream_requests_total{outcome="upstream_invalid"} 1.0' in metrics

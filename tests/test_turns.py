@@ -1,0 +1,222 @@
+"""Turns under stress: retries that we know, pauses, and random interleavings of chats, deletes and failures."""
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.testing.upstream import Fault
+from tests.effort import examples
+from tests.relaying import Relay
+from tests.serving import default_chat, serving, wordy_engine
+from tests.talking import as_events_text, chat_path, client_of, error_of, open_session, said, until
+from tests.test_relay import chatting
+
+KEY = {"idempotency-key": "k1"}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@pytest.mark.parametrize("headers", [KEY, RETRY])
+async def test_a_retry_of_the_last_turn_gets_its_bytes_and_is_not_sampled_again(headers: dict[str, str]) -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        first = await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY if headers is KEY else {})
+        again = await relay.http.post(chat_path(session), json=said("Hi"), headers=headers)
+        assert again.content == first.content
+        assert again.headers["idempotent-replayed"] == "true"
+        assert len(upstream.requests) == 1
+        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
+
+
+async def test_a_retry_joins_the_turn_in_flight_and_keeps_it_alive() -> None:
+    async with chatting(delay_s=0.1) as (relay, upstream):
+        session = await open_session(relay.http)
+        async with httpx.AsyncClient(base_url=relay.http.base_url) as leaving:
+            first = asyncio.ensure_future(leaving.post(chat_path(session), json=said("Hi"), headers=KEY))
+            await until(lambda: bool(upstream.requests))
+            joined = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi"), headers=KEY))
+            third = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi"), headers=KEY))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await first
+        one, other = await joined, await third
+        assert one.status_code == other.status_code == 200
+        assert one.content == other.content
+        assert len(upstream.requests) == 1
+        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
+
+
+async def test_a_key_on_another_body_is_refused() -> None:
+    async with chatting() as (relay, _):
+        session = await open_session(relay.http)
+        await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)
+        refused = await relay.http.post(chat_path(session), json=said("Hello"), headers=KEY)
+        assert (refused.status_code, error_of(refused)["code"]) == (422, "idempotency_mismatch")
+
+
+async def test_without_a_key_the_same_request_is_a_new_branch() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        await relay.http.post(chat_path(session), json=said("Hi"))
+        again = await relay.http.post(chat_path(session), json=said("Hi"))
+        assert again.headers["holdfast-branched"] == "0"
+        assert len(upstream.requests) == 2
+
+
+async def test_errors_are_never_replayed() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        upstream.faults.append(Fault(body=b"{}"))
+        assert (await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)).status_code == 502
+        assert (await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)).status_code == 200
+
+
+async def test_our_own_turns_are_joined_and_replayed_too_streams_included() -> None:
+    async with serving(wordy_engine(forward_s=0.01), default_chat()) as server, client_of(server) as client:
+        session = await open_session(client)
+        body = said("Hi", max_tokens=12)
+        first = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
+        await asyncio.sleep(0.05)
+        joined = await client.post(chat_path(session), json=body, headers=KEY)
+        assert joined.content == (await first).content
+        replayed = await client.post(chat_path(session), json=body, headers=KEY)
+        assert replayed.content == joined.content
+        other = await open_session(client)
+        streamed = said("Hi", max_tokens=8, stream=True)
+        one, two = await asyncio.gather(*(client.post(chat_path(other), json=streamed, headers=KEY) for _ in range(2)))
+        assert one.text == two.text
+        again = as_events_text((await client.post(chat_path(other), json=streamed, headers=KEY)).text)
+        assert again[-1] == "[DONE]"
+        pieces = [event["choices"][0]["delta"].get("content") or "" for event in as_events_text(one.text)[:-1]]
+        assert again[0]["choices"][0]["delta"]["content"] == "".join(pieces)
+
+
+async def test_paused_turns_wait_and_go_on_when_resumed() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        assert (await relay.http.post("/control/pause")).json() == {"status": "paused", "running": 0}
+        turn = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi")))
+        await asyncio.sleep(0.1)
+        assert upstream.requests == []
+        await relay.http.post("/control/resume")
+        assert (await turn).status_code == 200
+
+
+async def test_a_pause_that_lasts_too_long_is_a_503() -> None:
+    async with chatting(pause_max_wait_s=0.05) as (relay, _):
+        session = await open_session(relay.http)
+        await relay.http.post("/control/pause")
+        refused = await relay.http.post(chat_path(session), json=said("Hi"))
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "paused")
+        assert refused.headers["retry-after"]
+
+
+async def test_a_pause_may_end_what_runs() -> None:
+    async with chatting(delay_s=0.5) as (relay, upstream):
+        session = await open_session(relay.http)
+        turn = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi")))
+        await until(lambda: bool(upstream.requests))
+        assert (await relay.http.post("/control/pause?mode=abort")).json()["running"] == 1
+        refused = await turn
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "paused")
+        await until(lambda: upstream.num_running == 0)
+        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 0
+        assert error_of(await relay.http.post("/control/pause?mode=odd"))["param"] == "mode"
+
+
+async def test_each_turn_knows_the_weights_it_was_sampled_with() -> None:
+    async with serving(wordy_engine(), default_chat(), weight_version="1") as server, client_of(server) as client:
+        session = await open_session(client)
+        await client.post(chat_path(session), json=said("Hi"))
+        assert (await client.put("/control/weight_version", json={"weight_version": "2"})).status_code == 200
+        await client.post(chat_path(session), json=said("Hello"))
+        records = (await client.get(f"/sessions/{session}?branches=all")).json()["records"]
+        assert [record["weight_versions"] for record in records] == [["1", "1"], ["2", "2"]]
+
+
+async def test_only_an_admin_pauses(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann:a\nadmin:b\n")
+    async with serving(wordy_engine(), default_chat(), keys_file=str(keys)) as server:
+        async with client_of(server, "a") as ann:
+            refused = await ann.post("/control/pause")
+            assert (refused.status_code, error_of(refused)["code"]) == (403, "forbidden")
+        async with client_of(server, "b") as admin:
+            assert (await admin.post("/control/pause")).status_code == 200
+
+
+async def test_rewards_are_kept_for_turns_and_for_the_whole() -> None:
+    async with chatting() as (relay, _):
+        session = await open_session(relay.http)
+        await relay.http.post(chat_path(session), json=said("Hi"))
+        path = f"/sessions/{session}/reward"
+        assert (await relay.http.post(path, json={"reward": 1.5})).status_code == 200
+        assert (await relay.http.post(path, json={"reward": -1, "turn": 1})).status_code == 200
+        info = (await relay.http.get(f"/sessions/{session}")).json()
+        assert (info["reward"], info["records"][0]["reward"]) == (1.5, -1.0)
+        assert error_of(await relay.http.post(path, json={"reward": 1, "turn": 2}))["param"] == "turn"
+        nan = await relay.http.post(path, content=b'{"reward": NaN}')
+        assert (nan.status_code, error_of(nan)["param"]) == (400, "reward")
+
+
+async def _agent(relay: Relay, upstream: Any, source: random.Random, num_steps: int) -> None:
+    """One agent that does what agents do, and checks after every step that its session is whole."""
+    session = await open_session(relay.http)
+    texts: list[str] = []
+    for step in range(num_steps):
+        action = source.choice(["chat", "chat", "retry", "fail", "leave", "twice", "delete"])
+        asking = [*texts, f"q{step}"] if action != "retry" or not texts else [*texts[:-2], f"r{step}"]
+        body = said(*asking, max_tokens=2)
+        if action == "delete" and step:
+            turn = asyncio.ensure_future(relay.http.post(chat_path(session), json=body))
+            await asyncio.sleep(source.random() * 0.02)
+            assert (await relay.http.delete(f"/sessions/{session}")).status_code == 204
+            assert (await turn).status_code in (200, 404, 502, 503)
+            assert (await relay.http.get(f"/sessions/{session}")).status_code == 404
+            session, texts = await open_session(relay.http), []
+            continue
+        if action == "fail":
+            upstream.faults.append(Fault(body=b"{}"))  # whoever comes next gets it: any agent
+        if action == "leave":
+            async with httpx.AsyncClient(base_url=relay.http.base_url) as leaving:
+                with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                    async with asyncio.timeout(source.random() * 0.03):
+                        await leaving.post(chat_path(session), json=body)
+            texts = await _settled(relay, session)
+            continue
+        replies = [relay.http.post(chat_path(session), json=body) for _ in range(2 if action == "twice" else 1)]
+        for reply in await asyncio.gather(*replies):
+            assert reply.status_code in (200, 409, 502), reply.text
+        texts = await _settled(relay, session)
+
+
+async def _settled(relay: Relay, session: str) -> list[str]:
+    """What was said so far, once nothing runs: records, tree and history tell the same story."""
+    for _ in range(500):
+        info = (await relay.http.get(f"/sessions/{session}")).json()
+        if info["history_length"] == len(info["metadata"]["accumulated_token_ids"]) and not info["is_busy"]:
+            break
+        await asyncio.sleep(0.005)
+    current = [node for node in info["metadata"]["tree"] if node["is_current"]]
+    assert info["history_length"] == sum(node["given_tokens"] + node["sampled_tokens"] for node in current)
+    assert len(info["records"]) == len(current) == info["turns"]
+    for record in info["records"]:
+        sampled = [entry[1] for entry in record["response"]["choices"][0]["meta_info"]["output_token_logprobs"]]
+        ids = record["request"]["input_ids"] + sampled
+        assert info["metadata"]["accumulated_token_ids"][: len(ids)] == ids
+    return [message["content"] for message in info["messages"]]
+
+
+@pytest.mark.parametrize("seed", range(examples(2)))
+async def test_any_interleaving_leaves_every_session_whole(seed: int) -> None:
+    async with chatting(delay_s=0.005) as (relay, upstream):
+        source = random.Random(seed)
+        await asyncio.gather(*(_agent(relay, upstream, random.Random(source.random()), num_steps=12) for _ in range(8)))
+        upstream.faults.clear()
+        assert upstream.num_running == 0
+        session = await open_session(relay.http)
+        assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 200
