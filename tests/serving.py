@@ -114,7 +114,7 @@ def wordy_engine(**options: Any) -> SlowEngine:
 async def serving(engine: Engine, chat: Chat | None = None, **options: Any) -> AsyncIterator[Server]:
     metrics = Metrics()
     worker = Worker(engine, on_step=metrics.observe_step)
-    config = ServeConfig(**{"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "drain_s": 2.0} | options)
+    config = ServeConfig(**{"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "drain_s": 2.0, "max_parked": 0} | options)
     async with (
         running(EmbeddedBackend(worker, model_of(engine)), config, metrics, chat) as doors,
         grpc.aio.insecure_channel(doors.grpc) as channel,

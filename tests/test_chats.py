@@ -222,15 +222,19 @@ async def test_a_retry_that_goes_too_far_back_says_where_it_parts() -> None:
         assert short["param"] == "messages[1]"
 
 
-async def test_a_turn_that_another_door_slipped_under_is_refused() -> None:
+async def test_the_token_door_reads_a_chat_and_changes_only_its_copies() -> None:
     async with chatting() as client:
         session = await client.open()
         one = await client.message(session, [user("a")], "One.")
-        await client.server.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1, 2]))
-        refused = await client.say(session, [user("a"), one, user("b")])
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "history_conflict")
-        length = (await client.info(session))["history_length"]
-        await client.server.stub.RewindSession(pb.RewindSessionRequest(session_id=session, to_position=length - 2))
+        stub = client.server.stub
+        for call in (
+            stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1, 2])),
+            stub.RewindSession(pb.RewindSessionRequest(session_id=session, to_position=1)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="chats over HTTP"):
+                await call
+        fork = (await stub.ForkSession(pb.ForkSessionRequest(session_id=session))).session_id
+        await stub.AppendTokens(pb.AppendTokensRequest(session_id=fork, token_ids=[1, 2]))
         assert (await client.say(session, [user("a"), one, user("b")])).status_code == 200
 
 

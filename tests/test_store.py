@@ -43,6 +43,7 @@ class StoreMachine(RuleBasedStateMachine):
         victim = self.store.claim_place()
         if len(self.living) == self.capacity:
             assert victim is min(idle, key=lambda s: s.last_used)
+            self.store.remove(victim, "evicted")
             del self.living[victim.id]
             self.gone[victim.id] = (victim.owner, "evicted")
         else:

@@ -1,8 +1,10 @@
 """Sessions on our own engine. The only place above the engine that imports it."""
 
+import asyncio
 from collections.abc import Sequence
 
 from holdfast.config import EngineConfig
+from holdfast.engine import snapshot as snapshots
 from holdfast.engine.stream import Stream
 from holdfast.engine.worker import Worker
 from holdfast.errors import Draining, SessionNotFound
@@ -56,8 +58,15 @@ class EmbeddedBackend:
     async def fork(self, handle: int) -> int:
         return await self._worker.fork(handle)
 
-    async def rewind(self, handle: int, length: int) -> int:
-        return (await self._worker.rewind(handle, length)).recomputed_tokens
+    async def snapshot(self, handle: int) -> bytes | None:
+        taken = await self._worker.snapshot(handle)
+        return await asyncio.to_thread(snapshots.encode, taken)
+
+    async def restore(self, content: bytes, tokens: Sequence[int]) -> int:
+        return await self._worker.restore(await asyncio.to_thread(snapshots.decode, content), tokens)
+
+    async def rewind(self, handle: int, length: int, *, is_limited: bool = True) -> int:
+        return (await self._worker.rewind(handle, length, is_limited=is_limited)).recomputed_tokens
 
     async def close(self, handle: int) -> int:
         return await self._worker.close(handle)

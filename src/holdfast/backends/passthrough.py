@@ -121,11 +121,20 @@ def _is_plain(path: str) -> bool:
     return bool(_PLAIN_PATH.fullmatch(path)) and not {".", ".."} & set(path.split("/"))
 
 
+def _is_latin1(value: str) -> bool:
+    """What HTTP can carry; anything else would fail on its way out."""
+    try:
+        value.encode("latin-1")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _kept(headers: Iterable[tuple[str, str]], never: frozenset[str], never_prefixed: tuple[str, ...]) -> dict[str, str]:
     pairs = [(name.lower(), value) for name, value in headers]
     named = {part.strip().lower() for name, value in pairs if name == "connection" for part in value.split(",")}
     kept: dict[str, str] = {}
     for name, value in pairs:
-        if name not in never and name not in named and not name.startswith(never_prefixed):
+        if name not in never and name not in named and not name.startswith(never_prefixed) and _is_latin1(value):
             kept.setdefault(name, value)
     return kept

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.backends.lane import Lane
@@ -24,6 +25,7 @@ from holdfast.errors import (
     InvalidArgument,
     SessionBusy,
     SessionNotFound,
+    SnapshotMismatch,
 )
 from holdfast.generation import Done, SamplingParams
 from holdfast.sessions.ports import BackendView, LogprobKind, ModelInfo, UpstreamReply
@@ -86,7 +88,7 @@ class RemoteBackend(ABC):
     ) -> UpstreamReply:
         ids = list(input_ids)
         sent = {name: value for name, value in body.items() if name not in NEVER_UPSTREAM}
-        if self.upstream_model and sent.get("model") in (None, self._model.name):
+        if self.upstream_model:  # whatever the client calls it: there is one
             sent["model"] = self.upstream_model
         sent |= self._chat_fields(body, ids, routed_from) | self._extra
         started, outcome = time.perf_counter(), "cancelled"
@@ -152,6 +154,12 @@ class RemoteBackend(ABC):
         sequence = self._idle(handle)
         self._check_tokens(tokens)
         params.check_vocabulary(self._model.vocab_size)
+        if params.constraint is not None:
+            raise InvalidArgument(
+                "response_format and forced tool calls need the embedded engine, or a session: an upstream enforces "
+                "its own there",
+                param="response_format",
+            )
         if not (sequence.tokens or tokens):
             raise InvalidArgument("cannot generate from an empty history; append at least one token first")
         headers = affinity(sequence.routing_key)
@@ -161,7 +169,13 @@ class RemoteBackend(ABC):
         source = self._idle(handle)
         return self._add(RemoteSequence(source.routing_key, array("i", source.tokens)))
 
-    async def rewind(self, handle: int, length: int) -> int:
+    async def snapshot(self, handle: int) -> bytes | None:
+        return None
+
+    async def restore(self, content: bytes, tokens: Sequence[int]) -> int:
+        raise SnapshotMismatch("an upstream keeps no snapshots")
+
+    async def rewind(self, handle: int, length: int, *, is_limited: bool = True) -> int:
         sequence = self._idle(handle)
         if not 0 <= length <= len(sequence.tokens):
             raise InvalidArgument(f"cannot rewind a history of {len(sequence.tokens)} tokens to {length}")
@@ -190,7 +204,9 @@ class RemoteBackend(ABC):
 
     async def prepare(self) -> None:
         """Ask the server who it is; see `probe`."""
-        await probe(self)
+        found = await probe(self)
+        if found.context:
+            self._model = replace(self._model, recent=found.context, max_pin=found.context, context=found.context)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -41,12 +41,14 @@ class Continuation:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self.abilities = probe(renderer)
+        self._ends = renderer.tokenizer.eos_token_ids
         self.end_of_turn = self._tail([], (), {})[1][0]
+        self._ends |= {self.end_of_turn}
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """Tokens that end an assistant's turn."""
-        return self._renderer.tokenizer.eos_token_ids | {self.end_of_turn}
+        return self._ends
 
     def first(self, messages: Sequence[Message], tools: Tools = (), variables: Variables | None = None) -> Prompt:
         """The whole first prompt."""
@@ -75,11 +77,12 @@ class Continuation:
     def root(self, tools: Tools = (), variables: Variables | None = None) -> Root:
         """What of tools and variables belongs to the conversation as a whole."""
         variables = variables or {}
-        plain = self._renderer.text([_USER], prompt=False)
+        shown, native = self._expressed([_SYSTEM, _USER] if "system" in self.abilities.first_roles else [_USER], tools)
+        plain = self._renderer.text(shown, prompt=False, tools=native)
         lasting = {
             name: value
             for name, value in variables.items()
-            if self._renderer.text([_USER], prompt=False, variables={name: value}) != plain
+            if self._renderer.text(shown, prompt=False, tools=native, variables={name: value}) != plain
         }
         return Root(canonical(list(tools)), canonical(lasting))
 
@@ -113,9 +116,10 @@ class Continuation:
         text = self._renderer.text([*prefix, *messages], prompt=True, tools=tools, variables=variables)
         text = text.rpartition(SENTINEL)[2]
         ids = self._renderer.encode(text)
-        for index, token in enumerate(ids):
-            if self._renderer.tokenizer.is_control(token):
-                return text, ids[index:]
+        for is_end in (self._ends.__contains__, self._renderer.tokenizer.is_control):
+            for index, token in enumerate(ids):
+                if is_end(token):
+                    return text, ids[index:]
         raise ModelError("the chat template does not mark where an assistant's turn ends, so it cannot be continued")
 
     def _expressed(self, messages: Sequence[Message], tools: Tools, start: int = 0) -> tuple[list[Message], Tools]:
@@ -151,6 +155,7 @@ class Continuation:
 
 
 _USER: Message = {"role": "user", "content": "-"}
+_SYSTEM: Message = {"role": "system", "content": "-"}
 
 
 def _with_system(messages: list[Message], block: str) -> list[Message]:

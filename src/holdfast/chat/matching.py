@@ -88,9 +88,15 @@ def _calls(stored: Message, given: Message, *, with_ids: bool) -> Difference | N
     return None
 
 
+def _number(text: str) -> float | int:
+    """1.0 is 1 to whoever has parsed and written it again."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def _json_value(text: str) -> tuple[str, str]:
     """Equal for equal JSON values (true is not 1), whatever the spacing and the order of keys."""
     try:
-        return "json", json.dumps(json.loads(text), sort_keys=True)
+        return "json", json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
         return "text", text

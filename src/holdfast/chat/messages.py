@@ -59,6 +59,8 @@ def _content(raw: Any, where: str) -> str:
             raise InvalidArgument(f"{path} must be an object", param=path)
         if part.get("type") != "text":
             raise InvalidArgument(f"{path}.type: only text parts are supported here", param=f"{path}.type")
+        for field in part.keys() - {"type", "text"}:
+            raise InvalidArgument(f"{path}.{field} is not supported", param=f"{path}.{field}")
         if not isinstance(part.get("text"), str):
             raise InvalidArgument(f"{path}.text must be text", param=f"{path}.text")
         texts.append(part["text"])
@@ -85,6 +87,8 @@ def _tool_call(raw: Any, where: str) -> dict[str, Any]:
     function = raw.get("function") if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or raw.get("type", "function") != "function":
         raise InvalidArgument(f"{where} must be a call of a function", param=where)
+    for field in raw.keys() - {"id", "type", "function", "index"}:
+        raise InvalidArgument(f"{where}.{field} is not supported", param=f"{where}.{field}")
     name, arguments = function.get("name"), function.get("arguments", "")
     if not isinstance(name, str) or not name:
         raise InvalidArgument(f"{where}.function.name must be text", param=f"{where}.function.name")

@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             backend, about = remote, f"by {doors.backend} at {upstream.upstream}"
             if chat:
                 chat = replace(chat, upstream=Upstream(remote, remote.transport, parse_routes(upstream.passthrough)))
-    banner = f"[bold]{backend.model.name}[/] is served: {about}"
+    kept = f"kept in {doors.data_dir}" if doors.data_dir else "ending with this process; --data-dir DIR keeps them"
+    banner = f"[bold]{backend.model.name}[/] is served: {about}\n  sessions {kept}"
     try:
         asyncio.run(serve(backend, doors, metrics, chat, lambda at: _show(console, banner, at, chat is not None)))
     except ExceptionGroup as group:

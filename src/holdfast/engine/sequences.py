@@ -83,10 +83,11 @@ class Sequences:
             self.pool.release(slab)
             raise
 
-    def rewind(self, sequence_id: int, length: int) -> int:
+    def rewind(self, sequence_id: int, length: int, *, is_limited: bool = True) -> int:
         """How many tokens must be computed again; doing so is up to a run."""
         sequence = self.idle(sequence_id)
-        recomputed = sequence.rewind(length, max_recompute=self._max_recompute_tokens)
+        limit = self._max_recompute_tokens if is_limited else len(sequence.tokens)
+        recomputed = sequence.rewind(length, max_recompute=limit)
         self._publish(sequence)
         return recomputed
 

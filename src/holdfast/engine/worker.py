@@ -118,9 +118,9 @@ class Worker:
 
         return self._stream(sequence_id, prepare, params)
 
-    async def rewind(self, sequence_id: int, length: int) -> Rewound:
+    async def rewind(self, sequence_id: int, length: int, *, is_limited: bool = True) -> Rewound:
         """Forget the tokens from `length` on. What the slab no longer holds is computed again."""
-        recomputed = await self._call(lambda: self._sequences.rewind(sequence_id, length))
+        recomputed = await self._call(lambda: self._sequences.rewind(sequence_id, length, is_limited=is_limited))
         if recomputed:
             await self._finish(self._stream(sequence_id, lambda _: None))
         return Rewound(length, recomputed)

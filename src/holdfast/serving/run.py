@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -14,17 +15,21 @@ from starlette.types import ASGIApp
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.config import ChatConfig, ServeConfig
-from holdfast.errors import ConfigError, EngineDied
+from holdfast.errors import ConfigError, EngineDied, HoldfastError
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.grpc import GrpcDoor, create_server
 from holdfast.serving.http import Upstream, create_app
-from holdfast.serving.keys import check_bind, read_keys, split_address
+from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
+from holdfast.serving.storage import Storage, open_storage
+from holdfast.sessions.journal.base import Journal
 from holdfast.sessions.ports import ServedBackend
 from holdfast.sessions.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.25
+_PURGE_INTERVAL_S = 3600.0
+_DAY_S = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +76,64 @@ async def running(
     addresses = [address for address in (config.grpc, config.http) if address]
     for address in addresses:
         check_bind(address, keys, insecure=config.insecure)
-    runtime = Runtime(backend, idle_ttl_s=config.idle_ttl_s, metrics=metrics)
-    door = create_server(runtime, config, keys)
+    opening = open_storage(config, metrics)
+    storage = await asyncio.to_thread(opening.__enter__)
+    try:
+        runtime = Runtime(
+            backend,
+            idle_ttl_s=config.idle_ttl_s,
+            journal=storage.journal,
+            snapshots=storage.snapshots,
+            max_parked=config.max_parked,
+            metrics=metrics,
+        )
+        for session in storage.stored:
+            runtime.restore(session)
+        async with _doors(backend, runtime, config, chat=chat, storage=storage, keys=keys) as doors:
+            yield doors
+    finally:
+        await storage.journal.close()
+        opening.__exit__(None, None, None)
+
+
+@contextlib.asynccontextmanager
+async def _doors(
+    backend: ServedBackend,
+    runtime: Runtime,
+    config: ServeConfig,
+    *,
+    chat: Chat | None,
+    storage: Storage,
+    keys: Keys,
+) -> AsyncIterator[Doors]:
     is_draining = False
     http = None
-    if config.http:
-        app = create_app(
-            runtime,
-            config,
-            chat=chat.model if chat else None,
-            chat_config=chat.config if chat else None,
-            upstream=chat.upstream if chat else None,
-            keys=keys,
-            is_ready=lambda: not is_draining,
-        )
-        http = _http_server(app, config)
     backend.start()
     try:
-        await backend.prepare()
+        await backend.prepare()  # what it finds out about the model, the doors tell
+        door = create_server(runtime, config, keys)
+        if config.http:
+            app = create_app(
+                runtime,
+                config,
+                chat=chat.model if chat else None,
+                chat_config=chat.config if chat else None,
+                upstream=chat.upstream if chat else None,
+                stored=storage.stored,
+                keys=keys,
+                not_ready=lambda: "draining" if is_draining else storage.journal.health,
+            )
+            http = _http_server(app, config)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections need not walk through it
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(runtime.reap()), group.create_task(_watch(backend, metrics))]
+            tasks = [
+                group.create_task(runtime.reap()),
+                group.create_task(_watch(backend, runtime.metrics)),
+                group.create_task(_purge(storage.journal, config.retain_days)),
+            ]
             if http:
-                tasks.append(group.create_task(http.server.serve(sockets=[http.socket])))
+                group.create_task(http.server.serve(sockets=[http.socket]))
             await door.start()
             try:
                 yield Doors(_shown(config.grpc, door.port), http.address if http else None)
@@ -101,12 +142,22 @@ async def running(
                 await _drain(runtime, door, config.drain_s)
                 if http:
                     http.server.should_exit = True
-                for task in tasks[:2]:
+                for task in tasks:
                     task.cancel()
+        if config.data_dir:
+            await runtime.park_all()
     finally:
         if http:
             http.socket.close()
         await asyncio.to_thread(backend.stop)
+
+
+async def _purge(journal: Journal, retain_days: int) -> None:
+    """Forget closed sessions in due time."""
+    while retain_days:
+        with contextlib.suppress(HoldfastError):  # a journal that cannot be written now is told elsewhere
+            await journal.purge(time.time() - retain_days * _DAY_S)
+        await asyncio.sleep(_PURGE_INTERVAL_S)
 
 
 async def _drain(runtime: Runtime, door: GrpcDoor, drain_s: float) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.generation import Done, Event, Sampled
 from holdfast.observability.metrics import Metrics
-from holdfast.sessions.view import SessionView
+from holdfast.sessions.view import SessionState, SessionView
 
 
 def watch_sessions(metrics: Metrics, views: Callable[[], Sequence[SessionView]]) -> None:
@@ -13,7 +13,11 @@ def watch_sessions(metrics: Metrics, views: Callable[[], Sequence[SessionView]])
     def total(field: str) -> Callable[[], float]:
         return lambda: float(sum(getattr(view, field) or 0 for view in views()))
 
-    metrics.session_active.set_function(lambda: float(len(views())))
+    def count(is_parked: bool) -> Callable[[], float]:
+        return lambda: float(sum((view.state is SessionState.PARKED) is is_parked for view in views()))
+
+    metrics.session_active.set_function(count(False))
+    metrics.session_parked.set_function(count(True))
     metrics.session_kv_live_bytes.set_function(total("kv_live_bytes"))
     metrics.session_kv_reserved_bytes.set_function(total("kv_reserved_bytes"))
     metrics.session_history_tokens.set_function(total("history_length"))

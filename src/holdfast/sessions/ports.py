@@ -78,8 +78,14 @@ class Backend(Protocol):
 
     async def fork(self, handle: int) -> int: ...
 
-    async def rewind(self, handle: int, length: int) -> int:
-        """Forget from `length` on; returns how many tokens had to be computed again."""
+    async def snapshot(self, handle: int) -> bytes | None:
+        """What `restore` needs to go on without computing the history again; None where there is no such thing."""
+
+    async def restore(self, content: bytes, tokens: Sequence[int]) -> int:
+        """A new handle with the history `tokens`. Raises SnapshotMismatch where the content does not belong to it."""
+
+    async def rewind(self, handle: int, length: int, *, is_limited: bool = True) -> int:
+        """Forget from `length` on; returns how many tokens had to be computed again, of which there may be a limit."""
 
     async def close(self, handle: int) -> int:
         """Free what the handle holds, cancelling what runs on it; returns the final history length."""

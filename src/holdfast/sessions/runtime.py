@@ -8,16 +8,24 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from holdfast.errors import Draining, HistoryConflict, InvalidArgument, SessionFailed
+from holdfast.errors import HistoryConflict, HoldfastError, InvalidArgument
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.observability.metrics import Metrics
+from holdfast.sessions.journal import entries
+from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
+from holdfast.sessions.journal.entries import Entry, ForkedFrom, Kind, Pinned, SessionClosed
+from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.keeping import opened, restored, spans_since
 from holdfast.sessions.observe import observe_batch, watch_sessions
+from holdfast.sessions.operations import Conclude, Operations, live
+from holdfast.sessions.parking import Parking
+from holdfast.sessions.places import Places
 from holdfast.sessions.ports import Backend, EventStream, ModelInfo
 from holdfast.sessions.session import Session
 from holdfast.sessions.spans import SpanPiece
 from holdfast.sessions.store import Store, new_session_id
 from holdfast.sessions.turn import Turn
-from holdfast.sessions.view import SessionView, view_of
+from holdfast.sessions.view import PARKED, SessionView, view_of
 
 _PIECE_TOKENS = 4096
 
@@ -38,6 +46,9 @@ class Runtime:
         backend: Backend,
         *,
         idle_ttl_s: float = 0,
+        journal: Journal | None = None,
+        snapshots: SnapshotStore | None = None,
+        max_parked: int = 0,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -45,14 +56,15 @@ class Runtime:
         self._store = Store(backend.capacity)
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
-        self._is_draining = False
-        self._settling: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count(1)
-        self._num_running = 0
-        self._all_idle = asyncio.Event()
-        self._all_idle.set()
+        self.journal: Journal = journal or NoJournal()
+        self._numbers = itertools.count(self.journal.last_number + 1)
+        for gone in self.journal.closed():
+            self._store.remember(gone.session_id, gone.owner, gone.why)
         self.on_gone: Callable[[str], None] = lambda session_id: None  # who keeps more about a session drops it
         self.metrics = metrics or Metrics()
+        self._operations = Operations(backend, self.metrics)
+        parking = Parking(backend, snapshots, self.metrics)
+        self._places = Places(self._store, parking, self._remove, max_parked=max_parked, metrics=self.metrics)
         watch_sessions(self.metrics, lambda: [self._view(session) for session in self._store])
 
     @property
@@ -72,41 +84,56 @@ class Runtime:
         tokens: Sequence[int] = (),
         pin_tokens: int | None = None,
         metadata: Mapping[str, str] | None = None,
-        may_evict: bool = True,
+        kind: Kind = "tokens",
+        group: str = "",
+        is_kept: bool = True,
     ) -> SessionView:
-        """A new session with an id of ours; the idle session that was used least recently may go for it."""
-        self._check_open()
+        """A new session with an id of ours; the idle session that was used least recently may be parked for it, or
+        go where no more may be parked. One that is not `is_kept` never makes another go, and is not journaled."""
+        self._operations.check_open()
         for token in eos_token_ids:
             if not 0 <= token < self.model.vocab_size:
                 raise InvalidArgument(f"eos_token_ids: {token} is outside the vocabulary of {self.model.vocab_size}")
         sink = self._checked_sink(self.model.sink if pin_tokens is None else pin_tokens)
         session = await self._place(
             lambda: self._backend.open(sink=sink),
-            may_evict=may_evict,
             owner=owner,
             sink=sink,
             label=label,
             eos_token_ids=frozenset(eos_token_ids) or self.model.eos_token_ids,
             metadata=dict(metadata or {}),
+            kind=kind,
+            group=group,
+            pin_tokens=pin_tokens,
+            is_kept=is_kept,
         )
-        if tokens:
-            try:
+        try:
+            await self._keep(session, opened(session))
+            if tokens:
                 await self.append(session.id, owner, tokens)
-            except BaseException:
-                await self._discard(session)
-                raise
+        except BaseException:
+            await self._discard(session)
+            raise
         return self._view(session)
+
+    def restore(self, stored: StoredSession) -> None:
+        """A session from the journal, parked until someone asks for it."""
+        self._store.add_parked(restored(stored, self._clock))
 
     async def pin(self, session_id: str, owner: str, pin_tokens: int) -> None:
         """Keep the first `pin_tokens` for ever; only while the history is empty."""
         sink = self._checked_sink(pin_tokens)
-        session = self._enter(session_id, owner, 0)
+        session = await self._enter(session_id, owner, 0)
 
         async def work() -> None:
-            await self._backend.pin(session.handle, sink)
+            await self._backend.pin(live(session), sink)
             session.sink = sink
 
-        await self._carry_out(session, work(), lambda backend_length: None)
+        async def conclude(backend_length: int) -> None:
+            if session.sink == sink:
+                await self._keep(session, Pinned(session.id, sink))
+
+        await self._carry_out(session, work(), conclude)
 
     async def append(
         self, session_id: str, owner: str, tokens: Sequence[int], *, expected_length: int | None = None
@@ -114,14 +141,15 @@ class Runtime:
         """Add given tokens and compute them. A caller who leaves does not take the tokens back."""
         if not tokens:
             raise InvalidArgument("append needs at least one token")
-        session = self._enter(session_id, owner, expected_length)
+        session = await self._enter(session_id, owner, expected_length, writes="tokens")
         before = len(session.history)
 
-        def conclude(backend_length: int) -> None:
+        async def conclude(backend_length: int) -> None:
             if backend_length == before + len(tokens):
                 session.history.give(tokens)
+                await self._keep_since(session, before)
 
-        return await self._carry_out(session, self._backend.append(session.handle, tokens), conclude)
+        return await self._carry_out(session, self._backend.append(live(session), tokens), conclude)
 
     async def generate(
         self,
@@ -131,17 +159,18 @@ class Runtime:
         *,
         tokens: Sequence[int] = (),
         expected_length: int | None = None,
+        writes: Kind = "tokens",
     ) -> AsyncGenerator[list[Event], None]:
-        """Append `tokens`, then sample: event batches, the last ending with Done.
+        """Append `tokens`, then sample: event batches, the last ending with Done, which comes once all is on record.
 
         Close the iterator to cancel; what was given and sampled until then stays.
         """
-        session = self._enter(session_id, owner, expected_length)
+        session = await self._enter(session_id, owner, expected_length, writes=writes)
         started = self._clock()
         turn = Turn(session, tokens)
         stream = None
         try:
-            stream = self._backend.generate(session.handle, params, tokens)
+            stream = self._backend.generate(live(session), params, tokens)
             await stream.__aenter__()
             last = started
             async for batch in stream:
@@ -150,9 +179,12 @@ class Runtime:
                 observe_batch(self.metrics, batch, since, is_first=not turn.num_sampled)
                 last = now
                 turn.record(batch)
+                if isinstance(batch[-1], Done):
+                    turn.keeping = asyncio.ensure_future(self._keep_since(session, turn.start))
+                    await asyncio.shield(turn.keeping)
                 yield batch
         finally:
-            await asyncio.shield(self._settle(session, self._end_generate(turn, stream)))
+            await asyncio.shield(self._operations.settle(session, self._end_generate(turn, stream)))
 
     async def _end_generate(self, turn: Turn, stream: EventStream | None) -> None:
         if stream is None:
@@ -161,8 +193,15 @@ class Runtime:
         rest = stream.rest()
         if rest:
             observe_batch(self.metrics, rest, 0.0, is_first=False)
-        if not turn.session.gate.is_closed:
-            turn.record(rest, backend_length=self._backend.view(turn.session.handle).history_length)
+        session = turn.session
+        if session.gate.is_closed:
+            return
+        if turn.keeping is not None:
+            await asyncio.gather(turn.keeping, return_exceptions=True)
+            return
+        turn.record(rest, backend_length=self._backend.view(live(session)).history_length)
+        if len(session.history) > turn.start:
+            await self._keep_since(session, turn.start)
 
     async def adopt(
         self,
@@ -175,57 +214,81 @@ class Runtime:
         expected_length: int,
     ) -> None:
         """Take over a turn that was generated elsewhere: tokens that were given, then tokens that were sampled."""
-        session = self._enter(session_id, owner, expected_length)
+        session = await self._enter(session_id, owner, expected_length, writes="chat")
         tokens = [*given, *(token.token for token in sampled)]
 
-        def conclude(backend_length: int) -> None:
+        async def conclude(backend_length: int) -> None:
             if backend_length == expected_length + len(tokens):
                 turn = Turn(session, given)
                 turn.record(sampled, backend_length=backend_length)
                 turn.end(stop_reason)
 
-        await self._carry_out(session, self._backend.append(session.handle, tokens), conclude)
+        await self._carry_out(session, self._backend.append(live(session), tokens), conclude)
 
-    async def rewind(self, session_id: str, owner: str, length: int) -> Rewound:
+    async def rewind(
+        self, session_id: str, owner: str, length: int, *, writes: Kind = "tokens", is_limited: bool = True
+    ) -> Rewound:
         """Forget the tokens from `length` on; explicit, and counted."""
-        session = self._enter(session_id, owner, None)
+        session = await self._enter(session_id, owner, None, writes=writes)
 
-        def conclude(backend_length: int) -> None:
-            if backend_length == length:
-                session.history.rewind(length)
-                session.num_rewinds += 1
+        async def conclude(backend_length: int) -> None:
+            if backend_length != length:
+                return
+            try:
+                await self._keep_tokens(session, entries.Rewound(session.id, length))
+            except HoldfastError:  # all stays as it was: what was cut off is computed again
+                await self._backend.append(live(session), session.history.slice(length, len(session.history)))
+                raise
+            session.history.rewind(length)
+            session.num_rewinds += 1
 
-        work = self._backend.rewind(session.handle, length)
+        work = self._backend.rewind(live(session), length, is_limited=is_limited)
         return Rewound(length, await self._carry_out(session, work, conclude))
 
     async def fork(
-        self, session_id: str, owner: str, *, at_position: int | None = None, label: str = "", may_evict: bool = True
+        self,
+        session_id: str,
+        owner: str,
+        *,
+        at_position: int | None = None,
+        label: str = "",
+        kind: Kind = "tokens",
+        forked_turns: Sequence[int] = (),
     ) -> tuple[SessionView, int]:
-        """A new session with the same past, and how many tokens had to be computed again for it."""
-        source = self._enter(session_id, owner, None)
+        """A new session with the same past, and how many tokens had to be computed again for it.
+
+        `forked_turns`: where it is to chat, those of the chat's turns that its past is made of.
+        """
+        source = await self._enter(session_id, owner, None)
         try:
             length = len(source.history) if at_position is None else at_position
             if not 0 <= length <= len(source.history):
                 raise InvalidArgument(f"at_position must be 0 to {len(source.history)}, got {length}")
             fork = await self._place(
-                lambda: self._backend.fork(source.handle),
-                may_evict=may_evict,
+                lambda: self._backend.fork(live(source)),
                 owner=owner,
                 sink=source.sink,
                 label=label or source.label,
                 eos_token_ids=source.eos_token_ids,
                 metadata=source.metadata,
+                kind=kind,
+                group=source.group,
+                pin_tokens=source.pin_tokens,
+                is_kept=source.is_kept,
             )
             fork.history = source.history.copy(len(source.history))
         finally:
-            self._leave(source)
+            self._operations.end(source)
         recomputed = 0
-        if length < len(fork.history):
-            try:
+        try:
+            made = opened(fork, ForkedFrom(source.id, tuple(forked_turns)))
+            spans = spans_since(fork, 0) if fork.kind == "tokens" else ()
+            await self._keep(fork, made, *spans)
+            if length < len(fork.history):
                 recomputed = (await self.rewind(fork.id, owner, length)).recomputed_tokens
-            except BaseException:
-                await self._discard(fork)
-                raise
+        except BaseException:
+            await self._discard(fork)
+            raise
         return self._view(fork), recomputed
 
     def info(self, session_id: str, owner: str) -> SessionView:
@@ -235,13 +298,16 @@ class Runtime:
     @contextlib.contextmanager
     def held(self, session_id: str, owner: str) -> Iterator[None]:
         """The session counts as busy, though others may still use it: it is neither evicted nor reaped meanwhile."""
+        self._operations.check_open()
         session = self._store.get(session_id, owner)
         session.num_holds += 1
+        self._operations.begin()
         try:
             yield
         finally:
             session.num_holds -= 1
             session.last_used = self._clock()
+            self._operations.finish()
 
     def eos_token_ids(self, session_id: str, owner: str) -> frozenset[int]:
         """The tokens that end a generation of this session."""
@@ -272,116 +338,95 @@ class Runtime:
 
     async def drain(self, timeout_s: float) -> bool:
         """Admit nothing new, wait for what runs. False where something still ran at the end."""
-        self._is_draining = True
-        if not self._num_running:
-            return True
-        try:
-            await asyncio.wait_for(self._all_idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await self._operations.drain(timeout_s)
+
+    async def park_all(self) -> None:
+        """For a shutdown: all caches that are worth it go where the next process finds them."""
+        await self._places.park_all()
 
     # Inside
 
-    def _check_open(self) -> None:
-        if self._is_draining:
-            raise Draining("the server is shutting down; try another one")
-
-    def _enter(self, session_id: str, owner: str, expected_length: int | None) -> Session:
-        self._check_open()
+    async def _enter(
+        self, session_id: str, owner: str, expected_length: int | None, *, writes: Kind | None = None
+    ) -> Session:
+        """The session, claimed for one operation and awake. `writes`: only sessions of that kind may be changed so."""
         session = self._store.get(session_id, owner)
+        if not session.num_holds:  # who holds it may bring to an end what was begun
+            self._operations.check_open()
+        if session.parking is not None:  # the way back begins once it is there
+            await asyncio.shield(session.parking)
+            session = self._store.get(session_id, owner)
         session.enter()
-        if expected_length is not None and expected_length != len(session.history):
+        try:
+            if expected_length is not None and expected_length != len(session.history):
+                raise HistoryConflict(expected=expected_length, actual=len(session.history))
+            if writes is not None and writes != session.kind:
+                raise InvalidArgument(
+                    f"session {session_id} {_USES[session.kind]}; elsewhere it can be read, forked and closed"
+                )
+            if session.handle is None:
+                await self._places.wake(session)
+        except BaseException:
             session.leave()
-            raise HistoryConflict(expected=expected_length, actual=len(session.history))
-        self._num_running += 1
-        self._all_idle.clear()
+            raise
+        self._operations.begin()
         return session
 
-    def _leave(self, session: Session) -> None:
-        session.leave()
-        self._num_running -= 1
-        if not self._num_running:
-            self._all_idle.set()
-
-    async def _carry_out(self, session: Session, work: Coroutine[Any, Any, T], conclude: Callable[[int], None]) -> T:
-        """The result of `work`. A caller who leaves cancels it; `conclude` learns in any case what came of it."""
-        task = asyncio.ensure_future(work)
-
-        async def ending() -> None:
-            await asyncio.gather(task, return_exceptions=True)
-            if not session.gate.is_closed:
-                conclude(self._backend.view(session.handle).history_length)
-
-        try:
-            await asyncio.shield(self._settle(session, ending()))
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        result = await task
+    async def _carry_out(self, session: Session, work: Coroutine[Any, Any, T], conclude: Conclude) -> T:
+        result = await self._operations.carry_out(session, work, conclude)
         self._check_not_closed(session)
         return result
-
-    def _settle(self, session: Session, ending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Bring an operation to its end whoever still waits; only then is the session free again."""
-
-        async def settle() -> None:
-            try:
-                await ending
-                if not session.gate.is_closed:
-                    self._check(session)
-            finally:
-                self._leave(session)
-
-        task = asyncio.ensure_future(settle())
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-        return task
-
-    def _check(self, session: Session) -> None:
-        view = self._backend.view(session.handle)
-        if view.failure and not session.failure:
-            session.failure = view.failure
-            for kind in ("inv1", "inv2"):
-                if getattr(view, f"{kind}_violations"):
-                    self.metrics.invariant_violations.labels(kind).inc()
-        try:
-            session.check(view.history_length)
-        except SessionFailed:
-            self.metrics.invariant_violations.labels("inv1").inc()
-            raise
 
     def _checked_sink(self, sink: int) -> int:
         if not 0 <= sink <= self.model.max_pin:
             raise InvalidArgument(f"pin_tokens must be 0 to {self.model.max_pin}, got {sink}", param="pin_tokens")
         return sink
 
-    async def _place(
-        self, opening: Callable[[], Coroutine[Any, Any, int]], *, may_evict: bool = True, **fields: Any
-    ) -> Session:
+    async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]], **fields: Any) -> Session:
         """Make room, open, and keep; whatever happens in between, no place is lost."""
-        victim = self._store.claim_place(may_evict=may_evict)
-        try:
-            if victim is not None:
-                self.on_gone(victim.id)
-                self.metrics.session_evicted.labels("capacity").inc()
-                self.metrics.session_total.labels("evicted").inc()
-                await self._backend.close(victim.handle)
-            handle = await opening()
-        except BaseException:
-            self._store.release_place()
-            raise
+        handle = await self._places.opened(opening, may_evict=fields["is_kept"])
         number = next(self._numbers)
         session = Session(id=new_session_id(), number=number, handle=handle, clock=self._clock, **fields)
         self._store.add(session)
         self.metrics.session_total.labels("created").inc()
         return session
 
+    # Keeping
+
+    async def _keep(self, session: Session, *facts: Entry) -> None:
+        if session.is_kept:
+            await self.journal.write(*facts)
+
+    async def _keep_tokens(self, session: Session, *facts: Entry) -> None:
+        """Tokens of a chat are kept with its turns."""
+        if session.kind == "tokens":
+            await self._keep(session, *facts)
+
+    async def _keep_since(self, session: Session, start: int) -> None:
+        """Put on record what the history has gained; where that fails, it has gained nothing."""
+        try:
+            await self._keep_tokens(session, *spans_since(session, start))
+        except HoldfastError:
+            await self._backend.rewind(live(session), start, is_limited=False)
+            session.history.rewind(start)
+            raise
+
     async def _remove(self, session: Session, why: str) -> int:
+        """Take a session out, for good; its trajectory stays in the journal. Returns the final history length."""
+        if session.parking is not None:
+            await asyncio.shield(session.parking)
         self._store.remove(session, why)
         self.on_gone(session.id)
         self.metrics.session_total.labels(why).inc()
-        return await asyncio.shield(asyncio.ensure_future(self._backend.close(session.handle)))
+
+        async def finish() -> None:
+            if session.handle is not None:
+                await self._backend.close(session.handle)
+            await self._places.forget(session)
+            await self._keep(session, SessionClosed(session.id, why, time.time()))
+
+        await asyncio.shield(asyncio.ensure_future(finish()))
+        return len(session.history)
 
     async def _discard(self, session: Session) -> None:
         """Take back a session that its creator never learnt of, unless someone was faster."""
@@ -395,4 +440,8 @@ class Runtime:
 
     def _view(self, session: Session) -> SessionView:
         self._check_not_closed(session)
-        return view_of(session, self._backend.view(session.handle), self.model.recent)
+        backend = PARKED if session.handle is None else self._backend.view(session.handle)
+        return view_of(session, backend, self.model.recent)
+
+
+_USES = {"chat": "chats over HTTP", "tokens": "was opened for raw tokens over gRPC"}

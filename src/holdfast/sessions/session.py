@@ -1,10 +1,13 @@
 """One session: what was said, what it is bound to, and whether the two agree."""
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import SessionFailed
 from holdfast.sessions.gate import Gate
+from holdfast.sessions.journal.entries import Kind
 from holdfast.sessions.spans import History, SpanKind
 
 
@@ -15,11 +18,15 @@ class Session:
     id: str
     number: int  # in order of creation
     owner: str
-    handle: int
+    handle: int | None  # None: parked
     sink: int
     eos_token_ids: frozenset[int]
     clock: Callable[[], float]
+    kind: Kind = "tokens"
+    is_kept: bool = True  # False: it ends with its request, and is not journaled
     label: str = ""
+    group: str = ""
+    pin_tokens: int | None = None  # what its creator asked for
     metadata: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
     gate: Gate = field(init=False)
@@ -27,6 +34,9 @@ class Session:
     num_rewinds: int = 0
     num_holds: int = 0  # by those who will come back to it, and until then do nothing
     failure: str | None = None
+    parking: "asyncio.Task[None] | None" = None  # its slab is being freed
+    recomputed_tokens: int = 0  # when it was woken last
+    created_at: float = field(default_factory=time.time)
     last_used: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,5 +72,4 @@ class Session:
 
     def count(self, kind: SpanKind) -> tuple[int, int]:
         """How many spans of `kind` there are, and how many tokens in them."""
-        spans = [span for span in self.history.spans if span.kind is kind]
-        return len(spans), sum(span.length for span in spans)
+        return self.history.count(kind)

@@ -47,13 +47,33 @@ class History:
     def __init__(self) -> None:
         self._tokens = array("i")
         self.spans: list[Span] = []
+        self._counts = {kind: [0, 0] for kind in SpanKind}  # spans, tokens: kept, not counted, as histories are long
 
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def tokens(self) -> "array[int]":
+        """All of them; to be read, not changed."""
+        return self._tokens
+
+    def slice(self, start: int, end: int) -> "array[int]":
+        return self._tokens[start:end]
+
+    def count(self, kind: SpanKind) -> tuple[int, int]:
+        """How many spans of `kind` there are, and how many tokens in them."""
+        spans, tokens = self._counts[kind]
+        return spans, tokens
+
+    def _counted(self, kind: SpanKind, spans: int, tokens: int) -> None:
+        self._counts[kind][0] += spans
+        self._counts[kind][1] += tokens
+
     def give(self, tokens: Sequence[int]) -> None:
         if not self.spans or self.spans[-1].kind is not SpanKind.GIVEN:
             self.spans.append(Span(SpanKind.GIVEN, len(self._tokens)))
+            self._counted(SpanKind.GIVEN, 1, 0)
+        self._counted(SpanKind.GIVEN, 0, len(tokens))
         self._tokens.extend(tokens)
         self.spans[-1].length += len(tokens)
 
@@ -64,6 +84,8 @@ class History:
     def sample(self, span: Span, token: Sampled) -> None:
         if not span.length:
             self.spans.append(span)
+            self._counted(SpanKind.SAMPLED, 1, 0)
+        self._counted(SpanKind.SAMPLED, 0, 1)
         self._tokens.append(token.token)
         span.length += 1
         span.logprobs.append(token.logprob)
@@ -72,9 +94,11 @@ class History:
     def rewind(self, length: int) -> None:
         del self._tokens[length:]
         while self.spans and self.spans[-1].start >= length:
-            self.spans.pop()
+            gone = self.spans.pop()
+            self._counted(gone.kind, -1, -gone.length)
         if self.spans and self.spans[-1].end > length:
             last = self.spans[-1]
+            self._counted(last.kind, 0, length - last.end)
             last.length = length - last.start
             last.stop_reason = None
             del last.logprobs[last.length :], last.sampling_logprobs[last.length :]
@@ -83,6 +107,7 @@ class History:
         """An independent history of the first `length` tokens."""
         other = History()
         other._tokens = self._tokens[:]
+        other._counts = {kind: list(counts) for kind, counts in self._counts.items()}
         other.spans = [
             Span(s.kind, s.start, s.length, s.logprobs[:], s.sampling_logprobs[:], s.stop_reason) for s in self.spans
         ]

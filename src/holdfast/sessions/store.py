@@ -31,26 +31,35 @@ class Store:
         return iter(list(self._sessions.values()))
 
     @property
-    def is_full(self) -> bool:
-        return len(self._sessions) + self._claimed >= self._capacity
+    def num_live(self) -> int:
+        return sum(session.handle is not None for session in self._sessions.values())
 
-    def claim_place(self, *, may_evict: bool = True) -> Session | None:
-        """Reserve a place; where all are taken, the idle session that has to go for it (already removed)."""
+    @property
+    def num_parked(self) -> int:
+        return len(self._sessions) - self.num_live
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_live + self._claimed >= self._capacity
+
+    def claim_place(self) -> Session | None:
+        """Reserve a place; where all are taken, the idle session that has to make room for it."""
         victim = None
         if self.is_full:
-            if not may_evict:
-                raise CapacityExhausted(
-                    f"all {self._capacity} places are taken by sessions; close one or raise --sessions"
-                )
-            idle = [session for session in self._sessions.values() if not session.is_busy]
+            idle = [s for s in self._sessions.values() if s.handle is not None and not s.is_busy and not s.parking]
             if not idle:
                 raise CapacityExhausted(f"all {self._capacity} sessions are busy; try again soon or raise --sessions")
             victim = min(idle, key=lambda session: session.last_used)
-            self.remove(victim, "evicted")
         self._claimed += 1
         return victim
 
+    def longest_parked(self) -> Session | None:
+        """The idle parked session that was used least recently."""
+        idle = [session for session in self._sessions.values() if session.handle is None and not session.is_busy]
+        return min(idle, key=lambda session: session.last_used, default=None)
+
     def release_place(self) -> None:
+        """Give a claimed place back, or have it filled by a session that is here already."""
         self._claimed -= 1
 
     def add(self, session: Session) -> None:
@@ -58,11 +67,18 @@ class Store:
         self._claimed -= 1
         self._sessions[session.id] = session
 
+    def add_parked(self, session: Session) -> None:
+        self._sessions[session.id] = session
+
     def remove(self, session: Session, why: str) -> None:
         """Take a session out and remember why. Its gate closes: nobody enters any more."""
         session.gate.close()
         del self._sessions[session.id]
-        self._gone[session.id] = (session.owner, why)
+        self.remember(session.id, session.owner, why)
+
+    def remember(self, session_id: str, owner: str, why: str) -> None:
+        """What became of a session that is gone."""
+        self._gone[session_id] = (owner, why)
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
 

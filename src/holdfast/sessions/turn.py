@@ -1,5 +1,6 @@
 """What one turn adds to a session's history: the tokens it was given, then the sampled ones."""
 
+import asyncio
 from collections.abc import Sequence
 
 from holdfast.generation import Done, Event, Sampled, StopReason
@@ -12,7 +13,8 @@ class Turn:
     def __init__(self, session: Session, tokens: Sequence[int]) -> None:
         self.session = session
         self._tokens = tokens
-        self._start = len(session.history)
+        self.start = len(session.history)
+        self.keeping: asyncio.Task[None] | None = None  # its way into the journal
         self._span = None if tokens else session.history.begin_sampled()
 
     @property
@@ -21,7 +23,7 @@ class Turn:
 
     def record(self, events: Sequence[Event], *, backend_length: int | None = None) -> None:
         """Take `events` over. Any event, or a backend that has grown, means that the tokens were taken in."""
-        grown = backend_length is not None and backend_length > self._start
+        grown = backend_length is not None and backend_length > self.start
         if self._span is None and (events or grown):
             self.session.history.give(self._tokens)
             self._span = self.session.history.begin_sampled()

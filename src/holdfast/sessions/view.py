@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from holdfast.sessions.journal.entries import Kind
 from holdfast.sessions.ports import BackendView
 from holdfast.sessions.session import Session
 from holdfast.sessions.spans import SpanKind
@@ -20,6 +21,9 @@ class SessionView:
     session_id: str
     number: int
     label: str
+    created_at: float
+    kind: Kind
+    group: str
     metadata: Mapping[str, str]
     state: SessionState
     is_busy: bool
@@ -36,6 +40,18 @@ class SessionView:
     sampled: tuple[int, int]
     failure: str
     rewind_count: int
+    recomputed_tokens: int  # when it was woken last
+
+
+PARKED = BackendView(
+    history_length=0,
+    num_dropped=0,
+    kv_live_bytes=0,
+    kv_reserved_bytes=0,
+    inv1_violations=0,
+    inv2_violations=0,
+    failure=None,
+)
 
 
 def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
@@ -44,8 +60,11 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         session_id=session.id,
         number=session.number,
         label=session.label,
+        created_at=session.created_at,
+        kind=session.kind,
+        group=session.group,
         metadata=session.metadata,
-        state=SessionState.FAILED if failure else SessionState.LIVE,
+        state=SessionState.FAILED if failure else SessionState.PARKED if backend is PARKED else SessionState.LIVE,
         is_busy=session.is_busy,
         history_length=len(session.history),
         dropped_token_count=max(0, len(session.history) - session.sink - recent),
@@ -60,4 +79,5 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         sampled=session.count(SpanKind.SAMPLED),
         failure=failure,
         rewind_count=session.num_rewinds,
+        recomputed_tokens=session.recomputed_tokens,
     )

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from holdfast.chat.answer import Answer, Piece
 from holdfast.generation import Done, Sampled, SamplingParams, StopReason
+from holdfast.sessions.journal.entries import Kind
 from holdfast.sessions.runtime import Runtime
 
 
@@ -19,11 +20,16 @@ class Answering:
         self._owner = owner
 
     async def pieces(
-        self, params: SamplingParams, tokens: Sequence[int] = (), *, expected_length: int | None = None
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int] = (),
+        *,
+        expected_length: int | None = None,
+        writes: Kind = "tokens",
     ) -> AsyncGenerator[Piece, None]:
         """The reply as it comes, the held-back rest included. Close it to cancel."""
         batches = self._runtime.generate(
-            self._session_id, self._owner, params, tokens=tokens, expected_length=expected_length
+            self._session_id, self._owner, params, tokens=tokens, expected_length=expected_length, writes=writes
         )
         async with contextlib.aclosing(batches):
             async for batch in batches:

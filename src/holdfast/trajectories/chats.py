@@ -5,9 +5,12 @@ from collections.abc import AsyncGenerator, Mapping
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import InvalidArgument, Paused
+from holdfast.sessions.journal.base import Journal, StoredSession
+from holdfast.sessions.journal.entries import Rewarded, TurnDelivered
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.view import SessionView
 from holdfast.trajectories.control import Control
+from holdfast.trajectories.keeping import restored
 from holdfast.trajectories.replies import Asked, TurnEvent
 from holdfast.trajectories.samples.assemble import assemble
 from holdfast.trajectories.samples.options import Options, SessionFacts
@@ -29,8 +32,15 @@ class Chats:
         self._trajectories: dict[str, Trajectory] = {}
         runtime.on_gone = self._forget
 
+    def restore(self, stored: StoredSession) -> None:
+        """A chat session from the journal; the runtime has its tokens already."""
+        self._trajectories[stored.opened.session_id] = restored(stored)
+
     def _forget(self, session_id: str) -> None:
-        self._trajectories.pop(session_id, None)
+        if trajectory := self._trajectories.pop(session_id, None):
+            for node in trajectory.tree.nodes:  # or a cycle would keep all of it until the next collection
+                node.children.clear()
+            trajectory.tree.root.children.clear()
 
     async def create(
         self,
@@ -44,12 +54,14 @@ class Chats:
         view = await self._runtime.create(
             owner,
             label=label,
+            group=group,
+            kind="chat",
             metadata=metadata,
             pin_tokens=pin_tokens,
             eos_token_ids=sorted(self._chat.continuation.stop_token_ids),
         )
         self._trajectories[view.session_id] = Trajectory(
-            session_id=view.session_id, owner=owner, group=group, pin_tokens=pin_tokens
+            session_id=view.session_id, owner=owner, group=group, pin_tokens=pin_tokens, created_at=view.created_at
         )
         return view
 
@@ -62,6 +74,10 @@ class Chats:
             raise InvalidArgument(
                 f"session {session_id} was opened for raw tokens over gRPC; open one with POST /sessions to chat"
             ) from None
+
+    @property
+    def journal(self) -> Journal:
+        return self._runtime.journal
 
     def view(self, session_id: str, owner: str) -> SessionView:
         """How any session stands, also one of raw tokens."""
@@ -90,25 +106,34 @@ class Chats:
         try:
             if source.owes_rewind:
                 await take_back(self._runtime, source)
-            view, _ = await self._runtime.fork(session_id, owner, label=label)
-            fork = Trajectory(session_id=view.session_id, owner=owner, group=source.group, pin_tokens=source.pin_tokens)
-            fork.tree, fork.stands_at = source.tree.copy(source.stands_at)
+            numbers = [node.number for node in source.tree.tip.path()]
+            view, _ = await self._runtime.fork(session_id, owner, label=label, kind="chat", forked_turns=numbers)
+            fork = Trajectory(
+                session_id=view.session_id,
+                owner=owner,
+                group=source.group,
+                pin_tokens=source.pin_tokens,
+                created_at=view.created_at,
+            )
+            fork.tree, tip = source.tree.copy(source.tree.tip)
+            fork.stands_at = tip.ancestor(source.tree.common(source.tree.tip, source.stands_at).depth)
             self._trajectories[view.session_id] = fork
         finally:
             source.release()
         return view
 
-    def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
+    async def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
         """What a session, or one of its turns, was worth."""
         _, trajectory = self.get(session_id, owner)
         if not math.isfinite(reward):
             raise InvalidArgument("reward must be a finite number", param="reward")
+        if turn is not None and not 1 <= turn <= len(trajectory.tree.nodes):
+            raise InvalidArgument(f"turn must be 1 to {len(trajectory.tree.nodes)}, got {turn}", param="turn")
+        await self._runtime.journal.write(Rewarded(session_id, turn, reward))
         if turn is None:
             trajectory.reward = reward
-        elif 1 <= turn <= len(trajectory.tree.nodes):
-            trajectory.tree.nodes[turn - 1].reward = reward
         else:
-            raise InvalidArgument(f"turn must be 1 to {len(trajectory.tree.nodes)}, got {turn}", param="turn")
+            trajectory.tree.nodes[turn - 1].reward = reward
 
     def samples(self, session_id: str, owner: str, options: Options) -> Export:
         """What a trainer reads of a session: its turns so far, or the spans of one of raw tokens."""
@@ -135,6 +160,7 @@ class Chats:
         """The reply of a turn has reached its client, as far as a server can know."""
         if trajectory := self._trajectories.get(session_id):
             trajectory.tree.nodes[number - 1].is_delivered = True
+            self._runtime.journal.note(TurnDelivered(session_id, number))
 
     def pause(self, *, abort: bool) -> int:
         """Let no new turn begin; with `abort`, end those that run. How many were running."""

@@ -11,9 +11,10 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import HistoryConflict, SessionBusy
 from holdfast.sessions.runtime import Runtime
 from holdfast.trajectories.answering import Answering
+from holdfast.trajectories.aside import aside
 from holdfast.trajectories.control import Control
 from holdfast.trajectories.making import Made
-from holdfast.trajectories.records import sampling_of, without_ids
+from holdfast.trajectories.records import kept_request, sampling_of
 from holdfast.trajectories.replies import Asked, ChatRequest, Ending, Usage
 from holdfast.trajectories.standing import go_back
 from holdfast.trajectories.trajectory import Prepared, Trajectory
@@ -37,9 +38,13 @@ class Generating:
         if base is trajectory.tree.root:
             await self._pin(trajectory, request)
         tokens = prepared.parent.ids(since=base) + prompt.ids
-        answer = self._chat.answer(stop=request.stop, tools=request.callable_tools, is_reasoning=prompt.is_reasoning)
+        answer = self._chat.answer(
+            stop=request.stop,
+            tools=request.callable_tools,
+            is_reasoning=prompt.is_reasoning and request.params.constraint is None,
+        )
         answering = Answering(self._runtime, trajectory.session_id, trajectory.owner, answer)
-        pieces = answering.pieces(request.params, tokens, expected_length=base.end)
+        pieces = answering.pieces(request.params, tokens, expected_length=base.end, writes="chat")
         trajectory.owes_rewind = True
         try:
             async with contextlib.aclosing(pieces):
@@ -70,7 +75,7 @@ class Generating:
             tokens=ending.tokens,
             finish_reason=ending.finish_reason,
             facts=facts,
-            request=without_ids(request.body),
+            request=kept_request(request.body, prepared.parent),
             response=body,
             body=body,
             ending=ending,
@@ -80,13 +85,16 @@ class Generating:
         """Rewind what the engine sampled beyond a stop string."""
         end = prepared.parent.end + len(prepared.prompt.ids) + len(made.tokens)
         if self._runtime.info(trajectory.session_id, trajectory.owner).history_length > end:
-            await self._runtime.rewind(trajectory.session_id, trajectory.owner, end)
+            await self._runtime.rewind(trajectory.session_id, trajectory.owner, end, writes="chat")
 
     async def _pin(self, trajectory: Trajectory, request: ChatRequest) -> None:
         if trajectory.pin_tokens is not None:
             return
         model = self._runtime.model
-        pinned = self._chat.continuation.pinned(request.messages, model.max_pin, request.tools, request.variables)
+        pinned = await aside(
+            lambda: self._chat.continuation.pinned(request.messages, model.max_pin, request.tools, request.variables),
+            request.num_bytes,
+        )
         await self._runtime.pin(trajectory.session_id, trajectory.owner, max(model.sink, pinned))
 
     def _usage(

@@ -8,6 +8,7 @@ import msgspec
 from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import InvalidArgument
 from holdfast.generation import SamplingParams
+from holdfast.sessions.journal.base import Journal
 from holdfast.trajectories.tree import Node
 
 SAMPLING_FIELDS = (
@@ -27,16 +28,19 @@ SAMPLING_FIELDS = (
 HEAVY = ("routed_experts", "indexer_topk")
 
 
-def record_of(node: Node, *, with_payloads: bool = True) -> dict[str, Any]:
+def record_of(node: Node, body: bytes, reply: bytes, *, with_payloads: bool = True) -> dict[str, Any]:
     """A turn's record, its prompt's ids put back. Reply bytes go in as they are."""
     record = node.record
     assert record is not None
     assert node.parent is not None
-    request = msgspec.json.decode(record.request)
-    request["input_ids"] = node.parent.ids() + list(node.given)
-    response: Any = msgspec.Raw(record.response)
-    if not with_payloads and any(name.encode() in record.response for name in HEAVY):
-        response = _without(msgspec.json.decode(record.response), HEAVY)
+    request = msgspec.json.decode(body)
+    if "messages" in request:
+        request["messages"] = [*node.parent.spoken(), *request["messages"]]
+    if with_payloads:
+        request["input_ids"] = node.parent.ids() + list(node.given)
+    response: Any = msgspec.Raw(reply)
+    if not with_payloads and any(name.encode() in reply for name in HEAVY):
+        response = _without(msgspec.json.decode(reply), HEAVY)
     return {
         "timestamp": record.timestamp,
         "request_timestamp": record.request_timestamp,
@@ -52,6 +56,16 @@ def record_of(node: Node, *, with_payloads: bool = True) -> dict[str, Any]:
         "logprob_kind": node.facts.logprob_kind,
         "weight_versions": list(node.facts.weight_versions),
     }
+
+
+async def request_of(node: Node, session_id: str, journal: Journal) -> bytes:
+    kept = node.record.request if node.record else None
+    return kept if kept is not None else await journal.read_request(session_id, node.number)
+
+
+async def response_of(node: Node, session_id: str, journal: Journal) -> bytes:
+    kept = node.record.response if node.record else None
+    return kept if kept is not None else await journal.read_response(session_id, node.number)
 
 
 def mismatch(tip: Node, chat: ChatModel) -> dict[str, Any] | None:
@@ -85,11 +99,12 @@ def sampling_of(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def without_ids(request: Mapping[str, Any]) -> bytes:
-    """A request as it is kept: the ids of its prompt are those of the path."""
-    return msgspec.json.encode(
-        {key: value for key, value in request.items() if key not in ("input_ids", "kv_transfer_params")}
-    )
+def kept_request(request: Mapping[str, Any], parent: Node) -> bytes:
+    """A request as it is kept: the path has its prompt's ids and its earlier messages."""
+    kept = {key: value for key, value in request.items() if key not in ("input_ids", "kv_transfer_params")}
+    if isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = messages[parent.num_messages :]
+    return msgspec.json.encode(kept)
 
 
 def _without(value: Any, names: tuple[str, ...]) -> Any:

@@ -4,13 +4,13 @@ import time
 from collections.abc import AsyncGenerator
 
 from holdfast.chat.messages import Message, read_messages
-from holdfast.errors import InvalidArgument, UpstreamInvalid
+from holdfast.errors import HistoryConflict, InvalidArgument, SessionBusy, UpstreamInvalid
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.ports import ChatUpstream, Completion
 from holdfast.sessions.runtime import Runtime
 from holdfast.trajectories.control import Control
 from holdfast.trajectories.making import Made
-from holdfast.trajectories.records import SAMPLING_FIELDS, without_ids
+from holdfast.trajectories.records import SAMPLING_FIELDS, kept_request
 from holdfast.trajectories.replies import Asked, Recorded
 from holdfast.trajectories.standing import go_back
 from holdfast.trajectories.trajectory import Prepared, Trajectory
@@ -59,7 +59,7 @@ class Relaying:
                 routed_experts=completion.routed_experts,
                 indexer_topk=completion.indexer_topk,
             ),
-            request=without_ids(reply.request),
+            request=kept_request(reply.request, prepared.parent),
             response=reply.received,
             body=reply.body,
             status=reply.status,
@@ -70,14 +70,18 @@ class Relaying:
         """Take the turn over into the session's own history."""
         base, _ = await go_back(self._runtime, trajectory, prepared.parent)
         trajectory.owes_rewind = True
-        await self._runtime.adopt(
-            trajectory.session_id,
-            trajectory.owner,
-            prepared.parent.ids(since=base) + prepared.prompt.ids,
-            made.tokens,
-            _STOP_REASONS.get(made.finish_reason, StopReason.EOS),
-            expected_length=base.end,
-        )
+        try:
+            await self._runtime.adopt(
+                trajectory.session_id,
+                trajectory.owner,
+                prepared.parent.ids(since=base) + prepared.prompt.ids,
+                made.tokens,
+                _STOP_REASONS.get(made.finish_reason, StopReason.EOS),
+                expected_length=base.end,
+            )
+        except (HistoryConflict, SessionBusy):  # another door was faster: what is there now is not ours to take back
+            trajectory.owes_rewind = False
+            raise
 
 
 def _message(completion: Completion) -> Message:

@@ -22,6 +22,7 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     may_truncate: bool = False
     body: Mapping[str, Any] = field(default_factory=dict)  # as it came, for the record and for upstreams
+    num_bytes: int = 0  # of that body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,13 +63,13 @@ class SingleShots:
     ) -> list[_Choice]:
         """A session for each choice. Several share one prefill: the prompt is appended once, then forked."""
         runtime, is_shared = self._runtime, asked.num_choices > 1
-        first = (await runtime.create(owner, label=_LABEL, pin_tokens=asked.pin_tokens, may_evict=False)).session_id
+        first = (await runtime.create(owner, label=_LABEL, pin_tokens=asked.pin_tokens, is_kept=False)).session_id
         stack.push_async_callback(self._close, first, owner)
         ids = [first]
         if is_shared:
             await runtime.append(first, owner, prompt)
         for _ in range(asked.num_choices - 1):
-            fork, _recomputed = await runtime.fork(first, owner, label=_LABEL, may_evict=False)
+            fork, _recomputed = await runtime.fork(first, owner, label=_LABEL)
             stack.push_async_callback(self._close, fork.session_id, owner)
             ids.append(fork.session_id)
         return [_Choice(id, prompt, replace(asked.params, choice=n), is_shared) for n, id in enumerate(ids)]

@@ -16,7 +16,9 @@ async def go_back(runtime: Runtime, trajectory: Trajectory, node: Node) -> tuple
     base = trajectory.tree.common(trajectory.stands_at, node)
     recomputed = 0
     if length > base.end:
-        recomputed = (await runtime.rewind(session_id, owner, base.end)).recomputed_tokens
+        recomputed = (
+            await runtime.rewind(session_id, owner, base.end, writes="chat", is_limited=not trajectory.owes_rewind)
+        ).recomputed_tokens
     trajectory.stands_at, trajectory.owes_rewind = base, False
     return base, recomputed
 
@@ -25,5 +27,5 @@ async def take_back(runtime: Runtime, trajectory: Trajectory) -> None:
     """Rewind what a turn that came to nothing has left behind."""
     session_id, owner, end = trajectory.session_id, trajectory.owner, trajectory.stands_at.end
     if runtime.info(session_id, owner).history_length > end:
-        await runtime.rewind(session_id, owner, end)
+        await runtime.rewind(session_id, owner, end, writes="chat", is_limited=False)
     trajectory.owes_rewind = False

@@ -11,7 +11,7 @@ from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
 from holdfast.errors import MessageMismatch, SessionBusy
 from holdfast.trajectories.idempotency import Ticket
-from holdfast.trajectories.replies import ChatRequest, TurnEvent
+from holdfast.trajectories.replies import ChatRequest, Recorded, TurnEvent
 from holdfast.trajectories.sharing import Shared
 from holdfast.trajectories.tree import Node, Tree, first_difference
 
@@ -61,6 +61,7 @@ class Trajectory:
     committing: "asyncio.Task[Node] | None" = None  # a turn that is being recorded
     last_ticket: Ticket | None = None  # of the turn that was recorded last
     last_number: int = 0
+    last_reply: Recorded | None = None  # as its client got it; without a body where the record has it
     reward: float | None = None
     num_branches: int = 0
     num_control: int = 0

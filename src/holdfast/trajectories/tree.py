@@ -30,10 +30,13 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A turn as it went over the wire. `request` is the body as the backend got it, less the ids that the path has."""
+    """A turn as it went over the wire. `request` is the body as the backend got it, less the ids that the path has.
 
-    request: bytes
-    response: bytes
+    Bodies that are None are in the journal.
+    """
+
+    request: bytes | None
+    response: bytes | None
     request_timestamp: float = 0.0
     timestamp: float = 0.0
     path: str = "/v1/chat/completions"
@@ -83,6 +86,13 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def ancestor(self, depth: int) -> "Node":
+        """The node on the path, or the root, that is so deep."""
+        node = self
+        while node.depth > depth and node.parent is not None:
+            node = node.parent
+        return node
+
     def spoken(self) -> Iterator[Message]:
         """All messages on the path."""
         for node in self.path():
@@ -115,21 +125,22 @@ class Tree:
     def match(self, root: Root, messages: Sequence[Message], matcher: Matcher) -> Match:
         """The deepest node whose messages begin the request's; of several, that on the way to the tip or the latest."""
         current = {id(node) for node in self.tip.path()}
-        best, edited = self.root, None
+        best, edited, furthest = self.root, None, 0
         frontier = [child for child in self.root.children if child.root == root]
         while frontier:
             matched = []
             for node in frontier:
                 difference = _compare(node, messages, matcher)
+                furthest = max(furthest, node.num_messages if difference is None else difference.at)
                 if difference is None:
                     matched.append(node)
                 elif difference.is_edit and (edited is None or difference.at >= edited[0]):
                     edited = (difference.at, difference.what)
             if matched:
-                best = max(matched, key=lambda node: (node.num_messages, id(node) in current, node.number))
+                best = max([best, *matched], key=lambda node: (node.num_messages, id(node) in current, node.number))
             frontier = [child for node in matched for child in node.children]
-        if edited is not None and edited[0] < best.num_messages:
-            edited = None  # another sibling said just that
+        if edited is not None and edited[0] < furthest:
+            edited = None  # elsewhere on record the message stands just so
         return Match(best, edited)
 
     def left_behind(self, node: Node) -> int:
@@ -146,7 +157,23 @@ class Tree:
                 other = other.parent
         return one
 
-    def attach(
+    def next_number(self) -> int:
+        return len(self.nodes) + 1
+
+    def add(self, node: Node) -> Node:
+        """A turn below its parent; it is the tip from now on."""
+        assert node.number == self.next_number()
+        assert node.parent is not None
+        node.parent.children.append(node)
+        self.nodes.append(node)
+        self.tip = node
+        return node
+
+    def attach(self, parent: Node, *, sampled: Sequence[Sampled], given: Sequence[int], **fields: Any) -> Node:
+        """A new turn below `parent`; it is the tip from now on."""
+        return self.add(self.new_node(parent, sampled=sampled, given=given, **fields))
+
+    def new_node(
         self,
         parent: Node,
         *,
@@ -157,11 +184,11 @@ class Tree:
         sampled: Sequence[Sampled],
         finish_reason: str,
         facts: Facts | None = None,
-        record: "Record | None" = None,
+        record: Record | None = None,
     ) -> Node:
-        """A new turn below `parent`; it is the tip from now on."""
-        node = Node(
-            number=len(self.nodes) + 1,
+        """A turn that could be added next."""
+        return Node(
+            number=self.next_number(),
             parent=parent,
             messages=tuple(messages),
             reply=reply,
@@ -174,10 +201,6 @@ class Tree:
             facts=facts or Facts(),
             record=record,
         )
-        parent.children.append(node)
-        self.nodes.append(node)
-        self.tip = node
-        return node
 
     def copy(self, tip: Node) -> tuple["Tree", Node]:
         """An independent tree of the path to `tip` alone, and its tip."""

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import HoldfastError, SessionFailed, SessionNotFound
 from holdfast.sessions.admission import Admission
+from holdfast.sessions.journal.base import NoJournal
 from holdfast.sessions.runtime import Runtime
+from holdfast.trajectories.aside import aside
 from holdfast.trajectories.control import Control
+from holdfast.trajectories.keeping import turn_recorded
 from holdfast.trajectories.making import Made, Making
+from holdfast.trajectories.records import response_of
 from holdfast.trajectories.replies import Asked, Begun, Recorded, TurnEvent
 from holdfast.trajectories.sharing import Shared
 from holdfast.trajectories.standing import take_back
@@ -18,8 +23,6 @@ from holdfast.trajectories.trajectory import Prepared, Rules, Trajectory
 from holdfast.trajectories.tree import Node, Record
 
 logger = logging.getLogger(__name__)
-
-_LONG_CHARS = 1 << 16
 
 
 class Turns:
@@ -47,7 +50,7 @@ class Turns:
         if flying is not None and flying.shared.is_running and asked.ticket.repeats(flying.ticket):
             shared = flying.shared
         elif flying is None and asked.ticket.repeats(trajectory.last_ticket):
-            yield self._again(trajectory)
+            yield await self._again(trajectory)
             return
         else:
             shared = Shared[TurnEvent]()
@@ -56,10 +59,14 @@ class Turns:
             async for event in events:
                 yield event
 
-    def _again(self, trajectory: Trajectory) -> Recorded:
+    async def _again(self, trajectory: Trajectory) -> Recorded:
         node = trajectory.tree.nodes[trajectory.last_number - 1]
-        assert node.record is not None
-        return Recorded(body=node.record.response, number=node.number, is_replay=True)
+        last = trajectory.last_reply
+        if last is not None and last.body:
+            body = last.body
+        else:
+            body = await response_of(node, trajectory.session_id, self._runtime.journal)
+        return Recorded(body=body, number=node.number, headers=last.headers if last else {}, is_replay=True)
 
     async def _run(
         self, trajectory: Trajectory, asked: Asked, shared: Shared[TurnEvent]
@@ -67,12 +74,11 @@ class Turns:
         flying = trajectory.claim(asked.ticket, shared)
         try:
             with self._runtime.held(trajectory.session_id, trajectory.owner):
-                await self._control.passed()
                 prepared = await self._prepared(trajectory, asked)
                 below = prepared.parent.number if prepared.is_branch else None
                 yield Begun(turn_id=flying.turn_id, writer=asked.writer, branched_below=below)
                 async with (
-                    self._admission.admitted(),
+                    self._admitted(),
                     contextlib.aclosing(self._made(trajectory, prepared, asked)) as made,
                 ):
                     async for event in made:
@@ -80,12 +86,20 @@ class Turns:
         finally:
             await self._settle(trajectory)
 
+    @contextlib.asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """A place, at a moment when turns may begin; whoever waits for that gives the place back."""
+        while True:
+            await self._control.passed()
+            async with self._admission.admitted():
+                if not self._control.is_paused:
+                    yield
+                    return
+
     async def _prepared(self, trajectory: Trajectory, asked: Asked) -> Prepared:
-        """Long texts are rendered in a thread; the slot is ours, so nothing changes meanwhile."""
-        num_chars = sum(len(message["content"]) for message in asked.request.messages)
-        if num_chars < _LONG_CHARS:
-            return trajectory.prepare(asked.request, self._chat, self._rules)
-        return await asyncio.to_thread(trajectory.prepare, asked.request, self._chat, self._rules)
+        """Large requests are rendered in a thread; the slot is ours, so nothing changes meanwhile."""
+        request = asked.request
+        return await aside(lambda: trajectory.prepare(request, self._chat, self._rules), request.num_bytes)
 
     async def _made(self, trajectory: Trajectory, prepared: Prepared, asked: Asked) -> AsyncGenerator[TurnEvent, None]:
         making = self._making.events(trajectory, prepared, asked)
@@ -121,7 +135,13 @@ class Turns:
         end = prepared.parent.end + len(prepared.prompt.ids) + len(made.tokens)
         if self._runtime.info(session_id, trajectory.owner).history_length != end:
             raise self._moved(session_id)
-        node = tree.attach(
+        made_record = Record(
+            request=made.request,
+            response=made.response,
+            request_timestamp=made.facts.started_at,
+            timestamp=made.facts.ended_at,
+        )
+        node = tree.new_node(
             prepared.parent,
             messages=prepared.messages,
             reply=made.message,
@@ -130,17 +150,20 @@ class Turns:
             sampled=made.tokens,
             finish_reason=made.finish_reason,
             facts=made.facts,
-            record=Record(
-                request=made.request,
-                response=made.response,
-                request_timestamp=made.facts.started_at,
-                timestamp=made.facts.ended_at,
-            ),
+            record=made_record,
         )
+        journal = self._runtime.journal
+        await journal.write(turn_recorded(session_id, node, asked.ticket, prepared.prompt.num_control))
+        self._runtime.info(session_id, trajectory.owner)  # closing beats recording
+        if not isinstance(journal, NoJournal):
+            node.record = replace(made_record, request=None, response=None)  # the journal has them
+        tree.add(node)
         trajectory.stands_at, trajectory.owes_rewind = node, False
         trajectory.num_branches += prepared.is_branch
         trajectory.num_control += prepared.prompt.num_control
         trajectory.last_ticket, trajectory.last_number = asked.ticket, node.number
+        copy = b"" if made.body == made.response else made.body  # the client's, where it differs from what is kept
+        trajectory.last_reply = Recorded(body=copy, number=node.number, headers=made.headers)
         return node
 
     def _moved(self, session_id: str) -> SessionFailed:

@@ -1,6 +1,6 @@
 """The ASGI application of the HTTP door."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from holdfast.serving.http.samples import Samples
 from holdfast.serving.http.sessions import Sessions
 from holdfast.serving.keys import Keys
 from holdfast.sessions.admission import Admission
+from holdfast.sessions.journal.base import StoredSession
 from holdfast.sessions.runtime import Runtime
 from holdfast.trajectories.chats import Chats
 from holdfast.trajectories.control import Control
@@ -39,11 +40,12 @@ def create_app(
     chat: ChatModel | None = None,
     chat_config: ChatConfig | None = None,
     upstream: Upstream | None = None,
+    stored: Sequence[StoredSession] = (),
     keys: Keys | None = None,
-    is_ready: Callable[[], bool] = lambda: True,
+    not_ready: Callable[[], str | None] = lambda: None,
 ) -> ASGIApp:
     """Health and metrics, and where there is a `chat` model everything that speaks OpenAI."""
-    health = Health(runtime.metrics, is_ready)
+    health = Health(runtime.metrics, not_ready)
     routes = [
         Route("/health", health.health),
         Route("/healthz", health.health),
@@ -52,14 +54,20 @@ def create_app(
         Route("/openapi.json", document),
     ]
     if chat is not None:
-        routes += _chat_routes(runtime, config, chat, chat_config or ChatConfig(), upstream)
+        routes += _chat_routes(runtime, config, chat, chat_config or ChatConfig(), upstream=upstream, stored=stored)
     return Door(
         _Routes(Router(routes, default=_not_found, redirect_slashes=False)), config, keys or Keys(), runtime.metrics
     )
 
 
 def _chat_routes(
-    runtime: Runtime, config: ServeConfig, chat: ChatModel, rules: ChatConfig, upstream: Upstream | None
+    runtime: Runtime,
+    config: ServeConfig,
+    chat: ChatModel,
+    rules: ChatConfig,
+    *,
+    upstream: Upstream | None,
+    stored: Sequence[StoredSession],
 ) -> list[Route]:
     admission = Admission(
         config.max_concurrent or runtime.capacity,
@@ -84,6 +92,9 @@ def _chat_routes(
         control=control,
     )
     chats = Chats(runtime, chat, turns, control)
+    for session in stored:
+        if session.opened.kind == "chat":
+            chats.restore(session)
     openai = OpenAI(chat, runtime.model, SingleShots(runtime, admission))
     sessions = Sessions(chat, runtime.model, chats, is_relayed=upstream is not None)
     controls = Controls(chats)

@@ -2,8 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -15,20 +15,18 @@ from holdfast.serving.http.requests import ChatCompletion, Completion, NamedTool
 from holdfast.sessions.ports import ModelInfo
 from holdfast.trajectories.replies import ChatRequest
 
-T = TypeVar("T")
-
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _MAX_PROMPTS = 64
-_LARGE = 1 << 17  # bytes; tokenizing them takes longer than other clients should wait
-
-
-async def aside(num_bytes: int, work: Callable[[], T]) -> T:
-    """The result of `work` on a request of so many bytes; large ones do not hold up the event loop."""
-    return work() if num_bytes < _LARGE else await asyncio.to_thread(work)
+_MAX_VARIABLES = 64
 
 
 async def chat_request(
-    body: ChatCompletion, chat: ChatModel, model: ModelInfo, fields: Mapping[str, Any] | None = None
+    body: ChatCompletion,
+    chat: ChatModel,
+    model: ModelInfo,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    num_bytes: int = 0,
 ) -> ChatRequest:
     """Everything that is asked of one chat turn; grammars are compiled off the event loop."""
     tools = _tools(body.tools or [])
@@ -49,10 +47,11 @@ async def chat_request(
         stop=stop_strings(body),
         may_truncate=body.truncation == "auto",
         body=fields or {},
+        num_bytes=num_bytes,
     )
 
 
-def relayed_request(body: RelayedChat, chat: ChatModel, fields: Mapping[str, Any]) -> ChatRequest:
+def relayed_request(body: RelayedChat, chat: ChatModel, *, fields: Mapping[str, Any], num_bytes: int) -> ChatRequest:
     """What is asked of a turn that an upstream samples: how, is for it to read in `fields`."""
     return ChatRequest(
         messages=read_messages(body.messages),
@@ -60,6 +59,7 @@ def relayed_request(body: RelayedChat, chat: ChatModel, fields: Mapping[str, Any
         tools=tuple(body.tools or ()),
         variables=_variables(body.chat_template_kwargs or {}, chat),
         body=fields,
+        num_bytes=num_bytes,
     )
 
 
@@ -157,6 +157,9 @@ def _top_logprobs(body: ChatCompletion) -> int:
 
 
 def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
+    if len(given) > _MAX_VARIABLES:
+        where = "chat_template_kwargs"
+        raise InvalidArgument(f"{where} may hold at most {_MAX_VARIABLES} variables, got {len(given)}", param=where)
     for name in given:
         if name in _RESERVED or not name.isidentifier():
             where = f"chat_template_kwargs.{name}"

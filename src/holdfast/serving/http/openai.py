@@ -1,6 +1,7 @@
 """Stateless endpoints: each request is one single-shot session."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -9,11 +10,12 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.serving.http.answering import Outgoing, answer
-from holdfast.serving.http.asking import aside, chat_request, checked_ids, prompts, sampling_params, stop_strings
+from holdfast.serving.http.asking import chat_request, checked_ids, prompts, sampling_params, stop_strings
 from holdfast.serving.http.door import owner_of
 from holdfast.serving.http.replies import ChatWriter, TextWriter
 from holdfast.serving.http.requests import ChatCompletion, Completion, decode
 from holdfast.sessions.ports import ModelInfo
+from holdfast.trajectories.aside import aside
 from holdfast.trajectories.single_shot import SingleShot, SingleShots
 
 
@@ -34,13 +36,21 @@ class OpenAI:
             ids, is_reasoning = checked_ids(body.input_ids, "input_ids", model), False
         else:
             first, pinning, given = chat.continuation.first, chat.continuation.pinned, (asked.tools, asked.variables)
-            prompt = await aside(len(raw), partial(first, asked.messages, *given))
+            prompt = await aside(partial(first, asked.messages, *given), len(raw))
             ids, is_reasoning = prompt.ids, prompt.is_reasoning
-            pinned = await aside(len(raw), partial(pinning, asked.messages, model.max_pin, *given))
+            pinned = await aside(partial(pinning, asked.messages, model.max_pin, *given), len(raw))
+        params = asked.params
+        if not (body.max_completion_tokens or body.max_tokens):  # until the window is full
+            params = replace(params, max_tokens=max(1, model.recent - len(ids)))
         shot = SingleShot(
             prompts=[ids],
-            params=asked.params,
-            new_answer=partial(chat.answer, stop=asked.stop, tools=asked.callable_tools, is_reasoning=is_reasoning),
+            params=params,
+            new_answer=partial(
+                chat.answer,
+                stop=asked.stop,
+                tools=asked.callable_tools,
+                is_reasoning=is_reasoning and params.constraint is None,
+            ),
             num_choices=body.n or 1,
             may_truncate=asked.may_truncate,
             pin_tokens=max(model.sink, pinned or 0),
@@ -58,7 +68,7 @@ class OpenAI:
         body = decode(raw, Completion)
         chat, model = self._chat, self._model
         shot = SingleShot(
-            prompts=await aside(len(raw), partial(prompts, body, chat, model)),
+            prompts=await aside(partial(prompts, body, chat, model), len(raw)),
             params=sampling_params(
                 body,
                 model,

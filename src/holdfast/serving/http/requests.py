@@ -22,28 +22,28 @@ _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class Function(Struct, kw_only=True):
+class Function(Struct, kw_only=True, forbid_unknown_fields=True):
     name: _Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Struct, kw_only=True):
+class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Struct, kw_only=True):
+class NamedFunction(Struct, kw_only=True, forbid_unknown_fields=True):
     name: _Name
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(Struct, kw_only=True):
+class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
     name: str = ""
     description: str | None = None
     schema: dict[str, Any] | None = None

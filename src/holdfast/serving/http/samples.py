@@ -27,6 +27,6 @@ class Samples:
             min_weight_version=body.min_weight_version,
             metadata=body.metadata or {},
         )
-        export, form = self._chats.samples(session_id, owner, options), read_format(body.format)
-        content = await asyncio.to_thread(encode, export, form)
+        form = read_format(body.format)
+        content = await asyncio.to_thread(lambda: encode(self._chats.samples(session_id, owner, options), form))
         return Response(content, media_type=CONTENT_TYPES[form])

@@ -1,5 +1,6 @@
 """Session endpoints: an OpenAI client whose base URL is a session."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -50,13 +51,15 @@ class Sessions:
     async def show(self, request: Request) -> Response:
         view, trajectory = self._chats.get(request.path_params["session_id"], owner_of(request))
         query = request.query_params
-        rest = told(
+        rest = await told(
             trajectory,
             self._chat,
+            self._chats.journal,
             all_branches=query.get("branches") == "all",
             with_payloads=query.get("payloads") != "false",
         )
-        return Response(msgspec.json.encode(shown(view) | rest), media_type="application/json")
+        content = await asyncio.to_thread(msgspec.json.encode, shown(view) | rest)
+        return Response(content, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         await self._chats.close(request.path_params["session_id"], owner_of(request))
@@ -71,7 +74,7 @@ class Sessions:
         session_id, owner = request.path_params["session_id"], owner_of(request)
         self._chats.get(session_id, owner)
         body = decode(await request.body(), Reward)
-        self._chats.reward(session_id, owner, body.reward, turn=body.turn)
+        await self._chats.reward(session_id, owner, body.reward, turn=body.turn)
         return JSONResponse({"session_id": session_id, "reward": body.reward, "turn": body.turn})
 
     async def session_chat(self, request: Request) -> Response:
@@ -85,7 +88,12 @@ class Sessions:
             if isinstance(first, Begun):
                 return await answer_turn(request, body, self._outgoing(session_id, owner, turn, first))
             assert isinstance(first, Recorded)
-            return whole_response(first, {}, is_stream=bool(body.stream))
+            number = first.number or 0
+
+            def sent() -> None:
+                self._chats.confirm(session_id, number)
+
+            return whole_response(first, {}, is_stream=bool(body.stream), on_sent=sent)
         except BaseException:
             await turn.aclose()
             raise
@@ -106,9 +114,9 @@ class Sessions:
             raise InvalidArgument("input_ids: a session keeps its own token ids", param="input_ids")
         fields: dict[str, Any] = msgspec.json.decode(raw)
         if isinstance(body, ChatCompletion):
-            asked = await chat_request(body, self._chat, self._model, fields)
+            asked = await chat_request(body, self._chat, self._model, fields=fields, num_bytes=len(raw))
         else:
-            asked = relayed_request(body, self._chat, fields)
+            asked = relayed_request(body, self._chat, fields=fields, num_bytes=len(raw))
         writer = ChatWriter(
             model=self._model.name,
             tokenizer=self._chat.tokenizer,

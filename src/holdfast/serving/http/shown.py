@@ -1,10 +1,12 @@
 """Sessions as they are shown: how they stand, what was said, and every turn on record."""
 
+import asyncio
 from typing import Any
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.sessions.journal.base import Journal
 from holdfast.sessions.view import SessionView
-from holdfast.trajectories.records import mismatch, record_of
+from holdfast.trajectories.records import mismatch, record_of, request_of, response_of
 from holdfast.trajectories.trajectory import Trajectory
 from holdfast.trajectories.tree import Node
 
@@ -24,37 +26,61 @@ def shown(view: SessionView) -> dict[str, Any]:
         "kv_live_bytes": view.kv_live_bytes,
         "kv_reserved_bytes": view.kv_reserved_bytes,
         "idle_seconds": view.idle_s,
+        "recomputed_tokens": view.recomputed_tokens,
         "failure": view.failure or None,
     }
 
 
-def told(trajectory: Trajectory, chat: ChatModel, *, all_branches: bool, with_payloads: bool) -> dict[str, Any]:
-    """A trajectory: the current path's records, or all of them, and what a trainer asks about it."""
-    tip, tree = trajectory.tree.tip, trajectory.tree
-    nodes = tree.nodes if all_branches else tip.path()
-    return {
+async def told(
+    trajectory: Trajectory, chat: ChatModel, journal: Journal, *, all_branches: bool, with_payloads: bool
+) -> dict[str, Any]:
+    """A trajectory: the current path's records, or all of them, and what a trainer asks about it.
+
+    Records repeat their prompts, so all of it may be large: it is put together in a thread.
+    """
+    tip, nodes = trajectory.tree.tip, list(trajectory.tree.nodes)
+    path = tip.path()
+    asked = nodes if all_branches else path
+    bodies = [
+        (
+            node,
+            await request_of(node, trajectory.session_id, journal),
+            await response_of(node, trajectory.session_id, journal),
+        )
+        for node in asked
+        if node.record is not None
+    ]
+    facts = {
         "group": trajectory.group,
         "created_at": trajectory.created_at,
         "turns": tip.depth,
         "branches": trajectory.num_branches,
         "reward": trajectory.reward,
-        "messages": list(tip.spoken()),
-        "records": [record_of(node, with_payloads=with_payloads) for node in nodes if node.record is not None],
-        "metadata": {
-            "accumulated_token_ids": tip.ids(),
-            "max_trim_tokens": 0,
-            "tito_session_mismatch": mismatch(tip, chat),
-            "control_tokens_spelled": trajectory.num_control,
-            "tree": [_summary(node, tip.path()) for node in tree.nodes],
-        },
     }
+    num_control = trajectory.num_control
+
+    def put_together() -> dict[str, Any]:
+        current = {node.number for node in path}
+        return facts | {
+            "messages": list(tip.spoken()),
+            "records": [record_of(*body, with_payloads=with_payloads) for body in bodies],
+            "metadata": {
+                "accumulated_token_ids": tip.ids(),
+                "max_trim_tokens": 0,
+                "tito_session_mismatch": mismatch(tip, chat),
+                "control_tokens_spelled": num_control,
+                "tree": [_summary(node, is_current=node.number in current) for node in nodes],
+            },
+        }
+
+    return await asyncio.to_thread(put_together)
 
 
-def _summary(node: Node, path: list[Node]) -> dict[str, Any]:
+def _summary(node: Node, *, is_current: bool) -> dict[str, Any]:
     return {
         "turn": node.number,
         "parent": node.parent.number if node.parent else None,
-        "is_current": node in path,
+        "is_current": is_current,
         "given_tokens": len(node.given),
         "sampled_tokens": len(node.sampled),
         "finish_reason": node.finish_reason,

@@ -1,0 +1,147 @@
+"""The database: its tables, how an older one becomes a current one, and how it is opened. Blocks."""
+
+import logging
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from holdfast.sessions.journal.files import sync_directory
+from holdfast.sessions.journal.wal import report_cut_tail
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"SQLite format 3\0"
+
+# Each step takes a database from one version to the next. A step that was released never changes.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE sessions (
+            id TEXT PRIMARY KEY, number INTEGER NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL,
+            group_name TEXT NOT NULL, metadata TEXT NOT NULL, pin_tokens INTEGER, eos_token_ids TEXT NOT NULL,
+            created_at REAL NOT NULL, forked_from TEXT, checksum INTEGER NOT NULL,
+            sink INTEGER NOT NULL, reward REAL, closed_why TEXT, closed_at REAL
+        ) WITHOUT ROWID""",
+        """CREATE TABLE spans (
+            step INTEGER PRIMARY KEY, session TEXT NOT NULL REFERENCES sessions ON DELETE CASCADE, kind TEXT NOT NULL,
+            length INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, sampling_logprobs BLOB NOT NULL,
+            stop_reason TEXT, checksum INTEGER NOT NULL
+        )""",
+        "CREATE INDEX spans_of_session ON spans (session, step)",
+        """CREATE TABLE bodies (
+            id INTEGER PRIMARY KEY, segment INTEGER, start INTEGER, length INTEGER NOT NULL, checksum INTEGER NOT NULL,
+            content BLOB
+        )""",
+        """CREATE TABLE turns (
+            session TEXT NOT NULL REFERENCES sessions ON DELETE CASCADE, number INTEGER NOT NULL,
+            parent INTEGER NOT NULL, messages BLOB NOT NULL, reply BLOB NOT NULL, root BLOB NOT NULL,
+            given BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL, sampling_logprobs BLOB NOT NULL,
+            finish_reason TEXT NOT NULL, facts BLOB NOT NULL, ticket_key TEXT NOT NULL, body_hash BLOB NOT NULL,
+            num_control INTEGER NOT NULL, step INTEGER NOT NULL, request INTEGER NOT NULL REFERENCES bodies,
+            response INTEGER NOT NULL REFERENCES bodies, checksum INTEGER NOT NULL,
+            reward REAL, is_delivered INTEGER NOT NULL, UNIQUE (session, number)
+        )""",
+    ),
+    (
+        # What start-up and purging look for, without reading every row.
+        "CREATE INDEX turns_by_request ON turns (request)",
+        "CREATE INDEX turns_by_response ON turns (response)",
+        "CREATE INDEX turns_by_step ON turns (step)",
+        "CREATE INDEX bodies_by_place ON bodies (segment, start) WHERE segment IS NOT NULL",
+        "CREATE INDEX sessions_closed ON sessions (closed_at) WHERE closed_at IS NOT NULL",
+    ),
+)
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """A connection to the database at `path`, checked and current; made where there is none.
+
+    Raises ConfigError, with what to do about it, where the file is not what it should be.
+    """
+    try:
+        if not path.exists():
+            _create(path)
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise _damaged(path, "it is not an SQLite database, or it was cut short")
+        connection = connect(path)
+        try:
+            report_cut_tail(path, connection)
+            problems = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
+            if problems != ["ok"]:
+                raise _damaged(path, " ".join(problems[0].split()))
+            migrate(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.OperationalError as exc:
+        raise ConfigError(
+            f"cannot open the journal {path}: {exc}; see that {path.parent} can be written and has room"
+        ) from exc
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # SQLite's own messages may quote the damage
+        raise _damaged(path, str(exc)) from exc
+    except OSError as exc:
+        raise ConfigError(f"cannot open the journal {path}: {exc.strerror}") from exc
+    return connection
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection to an existing database. Transactions are begun by hand."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.text_factory = lambda data: data.decode("utf-8", "replace")  # damage shows in the row's sum
+    try:
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "foreign_keys = ON"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def migrate(connection: sqlite3.Connection, path: Path, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> None:
+    """Take the database to the last of `migrations`, all at once or not at all."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > len(migrations):
+        raise ConfigError(
+            f"the journal {path} has version {version}, this Holdfast knows {len(migrations)}; "
+            "use the newer Holdfast that wrote it, or another --data-dir"
+        )
+    if version == len(migrations):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in (statement for step in migrations[version:] for statement in step):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {len(migrations)}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    if version:
+        logger.info("the journal %s went from version %d to %d", path, version, len(migrations))
+
+
+def _create(path: Path) -> None:
+    """Under another name first: a database that has its name is whole, so an empty one is a damaged one."""
+    left_over = [other for other in (path.with_name(f"{path.name}-wal"), path.parent / "segments") if other.exists()]
+    if left_over:
+        raise _damaged(path, f"it is missing, but {left_over[0].name} is there")
+    new = path.with_name(f"{path.name}.new")
+    for name in (new.name, f"{new.name}-wal", f"{new.name}-shm", f"{new.name}-journal"):
+        path.with_name(name).unlink(missing_ok=True)
+    connection = connect(new)
+    try:
+        migrate(connection, path)
+    finally:
+        connection.close()  # the last one out takes everything over from the write-ahead log
+    os.replace(new, path)
+    sync_directory(path.parent)
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"the journal {path} is damaged: {why}. Restore {path.parent} from a backup, save what can be read with "
+        f"`sqlite3 {path.name} .recover`, or move the directory away to begin afresh"
+    )

@@ -1,0 +1,128 @@
+"""Heavy bytes in append-only files. Where they lie and what they sum up to is kept elsewhere, by whoever commits.
+
+One thread appends: `append` any number of times, `sync`, and after the commit `keep`, or `discard` if there was none.
+Any thread may `read`. Everything blocks.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.sessions.journal.files import sync, sync_directory
+
+logger = logging.getLogger(__name__)
+
+_PROBE_BYTES = 64 * 1024
+
+
+class Place(NamedTuple):
+    segment: int
+    start: int
+
+
+class Segments:
+    """`ends` says up to where each file is committed; what lies beyond was never acknowledged and is cut."""
+
+    def __init__(self, directory: Path, *, ends: Mapping[int, int], max_segment_bytes: int) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = directory
+        self._max_segment_bytes = max_segment_bytes
+        self._files: dict[int, int] = {}  # segment -> descriptor, those that are being appended to
+        self._unsynced: set[int] = set()
+        for segment in self._present():
+            self._cut(segment, ends.get(segment, 0))
+        for segment in sorted(ends.keys() - set(self._present())):
+            logger.error("%s is missing; the replies in it cannot be read", self._path(segment))
+        self._end = Place(max(ends, default=1), 0)
+        self._end = self._kept = Place(self._end.segment, ends.get(self._end.segment, 0))
+
+    def append(self, content: bytes) -> Place:
+        """Where `content` now lies, though not yet for good."""
+        if self._end.start and self._end.start + len(content) > self._max_segment_bytes:
+            self._end = Place(self._end.segment + 1, 0)
+        place = self._end
+        file = self._file(place.segment)
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(file, view, self._end.start)
+            self._end = Place(place.segment, self._end.start + written)
+            view = view[written:]
+        self._unsynced.add(place.segment)
+        return place
+
+    def sync(self) -> None:
+        """What was appended survives a loss of power."""
+        for segment in sorted(self._unsynced):
+            sync(self._files[segment])
+        self._unsynced.clear()
+
+    def keep(self) -> None:
+        """What was appended since the last `keep` is committed."""
+        for segment in [segment for segment in self._files if segment != self._end.segment]:
+            os.close(self._files.pop(segment))
+        self._kept = self._end
+
+    def discard(self) -> None:
+        """Take back what was appended since the last `keep`; its place is used again."""
+        self._end = self._kept
+        self._unsynced.clear()
+        for segment, file in list(self._files.items()):
+            with contextlib.suppress(OSError):  # then it is overwritten, or cut at the next start
+                if segment == self._kept.segment:
+                    os.ftruncate(file, self._kept.start)
+                else:
+                    os.close(self._files.pop(segment))
+                    self._path(segment).unlink()
+
+    def read(self, segment: int, start: int, length: int) -> bytes:
+        """Raises OSError, or gives fewer bytes, where the file no longer has them."""
+        with self._path(segment).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def remove_unused(self, used: Collection[int]) -> None:
+        """Delete the files that hold nothing any more."""
+        for segment in self._present():
+            if segment not in used and segment < self._kept.segment:
+                self._path(segment).unlink(missing_ok=True)
+
+    def probe(self) -> None:
+        """Raises OSError where nothing can be written. Leaves nothing behind."""
+        try:
+            self.append(bytes(_PROBE_BYTES))
+            self.sync()
+        finally:
+            self.discard()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08d}.segment"
+
+    def _present(self) -> list[int]:
+        names = (path.stem for path in self._directory.glob("*.segment"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _file(self, segment: int) -> int:
+        if segment not in self._files:
+            self._files[segment] = os.open(self._path(segment), os.O_RDWR | os.O_CREAT, 0o600)
+            sync_directory(self._directory)
+        return self._files[segment]
+
+    def _cut(self, segment: int, end: int) -> None:
+        path = self._path(segment)
+        size = path.stat().st_size
+        if size < end:
+            logger.error("%s has %d bytes instead of %d; the replies at its end cannot be read", path, size, end)
+        elif not end:
+            logger.warning("%s holds nothing that was acknowledged (%d bytes); removed", path, size)
+            path.unlink()
+        elif size > end:
+            logger.warning("%s: cut %d bytes at the end that were never acknowledged", path, size - end)
+            os.truncate(path, end)

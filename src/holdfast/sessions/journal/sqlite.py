@@ -1,0 +1,230 @@
+"""The journal in a directory: SQLite for everything but heavy bytes, segment files for those."""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
+from holdfast.sessions.journal import reading
+from holdfast.sessions.journal.base import ClosedSession, StoredSession
+from holdfast.sessions.journal.entries import Entry, SessionPurged
+from holdfast.sessions.journal.files import DirectoryLock
+from holdfast.sessions.journal.recording import Recorder
+from holdfast.sessions.journal.schema import connect, open_database
+from holdfast.sessions.journal.segments import Segments
+from holdfast.sessions.journal.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+_PURGE_CHUNK = 64  # sessions forgotten in one commit: turns of others come in between
+
+T = TypeVar("T")
+
+
+class SqliteJournal:
+    """`directory` is made where it is missing, and ours alone until `close`. Opening blocks, and checks everything.
+
+    `on_commit` learns in the writer's thread how long a commit took and how many writes it held.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_segment_bytes: int = 256 * 2**20,
+        max_queued_bytes: int = 64 * 2**20,
+        note_delay_s: float = 0.5,
+        recover_s: float = 1.0,
+        on_commit: Callable[[float, int], None] = lambda seconds, num_writes: None,
+    ) -> None:
+        self.directory = directory
+        self._path = directory / "journal.db"
+        self._on_commit = on_commit
+        self._health: str | None = None
+        self._must_reconnect = False
+        with contextlib.ExitStack() as undo:
+            self._lock = DirectoryLock(directory)
+            undo.callback(self._lock.release)
+            self._connection = open_database(self._path)
+            undo.callback(self._connection.close)
+            # As long as a second connection is open, SQLite never takes up again what a failed commit left in the log.
+            self._reader = connect(self._path)
+            undo.callback(self._reader.close)
+            self._reading = threading.Lock()
+            self._segments = self._open_segments(max_segment_bytes)
+            undo.pop_all()
+        self._recorder = Recorder(self._connection, self._segments)
+        self._writer = Writer(
+            self._commit,
+            is_failing=lambda: self._health is not None,
+            recover=self._recover,
+            max_queued_bytes=max_queued_bytes,
+            note_delay_s=note_delay_s,
+            recover_s=recover_s,
+        )
+
+    @property
+    def health(self) -> str | None:
+        return self._health
+
+    @property
+    def last_number(self) -> int:
+        return self._read(lambda db: int(db.execute("SELECT ifnull(max(number), 0) FROM sessions").fetchone()[0]))
+
+    async def write(self, *entries: Entry) -> None:
+        if entries:
+            await self._writer.write(entries)
+
+    def note(self, *entries: Entry) -> None:
+        self._writer.note(entries)
+
+    def load(self) -> Iterator[StoredSession]:
+        for session_id in self._read(reading.open_ids):
+            session = self._read(partial(reading.session_of, session_id=session_id))
+            if session.failure:
+                logger.error("session %s: %s", session_id, session.failure)
+            yield session
+
+    def closed(self) -> Iterator[ClosedSession]:
+        return iter(self._read(reading.closed_sessions))
+
+    async def read_session(self, session_id: str) -> StoredSession:
+        return await asyncio.to_thread(self._read, lambda db: reading.session_of(db, session_id))
+
+    async def read_request(self, session_id: str, turn: int) -> bytes:
+        return await self._read_body(session_id, turn, "request")
+
+    async def read_response(self, session_id: str, turn: int) -> bytes:
+        return await self._read_body(session_id, turn, "response")
+
+    async def purge(self, before: float) -> int:
+        gone = await asyncio.to_thread(self._read, lambda db: reading.closed_sessions(db, before=before))
+        for first in range(0, len(gone), _PURGE_CHUNK):
+            await self.write(*(SessionPurged(session.session_id) for session in gone[first : first + _PURGE_CHUNK]))
+        return len(gone)
+
+    async def close(self) -> None:
+        if await self._writer.close():
+            await asyncio.to_thread(self._close)
+
+    # In any thread
+
+    async def _read_body(self, session_id: str, turn: int, which: str) -> bytes:
+        def read() -> bytes:
+            row = self._read(lambda db: reading.body_row(db, session_id, turn, which))
+            return reading.body_of(row, self._segments, f"the {which} of turn {turn} of session {session_id}")
+
+        return await asyncio.to_thread(read)
+
+    def _read(self, look: Callable[[sqlite3.Connection], T]) -> T:
+        """What `look` sees, at one moment."""
+        with self._reading:
+            try:
+                self._reader.execute("BEGIN")
+                try:
+                    return look(self._reader)
+                finally:
+                    if self._reader.in_transaction:
+                        self._reader.execute("ROLLBACK")
+            except (sqlite3.Error, UnicodeDecodeError) as exc:
+                raise StorageUnavailable(f"the journal {self._path} cannot be read: {exc}") from exc
+
+    def _open_segments(self, max_segment_bytes: int) -> Segments:
+        ends = self._connection.execute(
+            "SELECT segment, CAST(max(start + length) AS INTEGER) FROM bodies"
+            " WHERE typeof(segment) = 'integer' AND start IS NOT NULL GROUP BY segment"
+        )
+        try:
+            directory = self.directory / "segments"
+            return Segments(directory, ends=dict(ends.fetchall()), max_segment_bytes=max_segment_bytes)
+        except OSError as exc:
+            raise ConfigError(f"cannot use the data directory {self.directory}: {exc}") from exc
+
+    def _close(self) -> None:
+        self._segments.close()
+        with self._reading:
+            self._reader.close()
+        self._connection.close()
+        self._lock.release()
+
+    # In the writer's thread
+
+    def _commit(self, writes: Sequence[Sequence[Entry]]) -> list[Exception | None]:
+        """All writes in one transaction; where that fails each in its own, so that it fails alone."""
+        started = time.monotonic()
+        try:
+            self._reconnect()
+            self._connection.execute("BEGIN IMMEDIATE")
+            for entry in (entry for entries in writes for entry in entries):
+                self._recorder.record(entry)
+            self._segments.sync()
+            self._connection.execute("COMMIT")
+        except Exception as exc:  # noqa: BLE001 - every writer is told
+            self._roll_back()
+            if len(writes) > 1:
+                return [outcome for write in writes for outcome in self._commit([write])]
+            return [self._failed(exc)]
+        self._segments.keep()
+        self._health = None
+        self._on_commit(time.monotonic() - started, len(writes))
+        if any(isinstance(entry, SessionPurged) for entries in writes for entry in entries):
+            self._remove_segments()
+        return [None] * len(writes)
+
+    def _failed(self, exc: Exception) -> HoldfastError:
+        """What the writer is told. Only what would hit others too is a matter of health."""
+        if isinstance(exc, HoldfastError):
+            return exc
+        if isinstance(exc, OSError | sqlite3.OperationalError) or type(exc) is sqlite3.DatabaseError:
+            self._health = f"cannot write to {self.directory}: {exc}"
+            logger.error("the journal %s", self._health)
+            failed = JournalFailed(f"nothing was recorded: {self._health}")
+        else:
+            failed = JournalFailed(f"nothing was recorded: {type(exc).__name__}: {exc}")
+        failed.__cause__ = exc
+        return failed
+
+    def _roll_back(self) -> None:
+        self._segments.discard()
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error as exc:
+            logger.error("the journal could not roll back and is to be opened anew: %s", exc)
+            self._must_reconnect = True
+
+    def _reconnect(self) -> None:
+        """A connection that could not even roll back is given up; closing it does."""
+        if self._must_reconnect:
+            self._connection.close()
+            self._connection = connect(self._path)
+            self._recorder = Recorder(self._connection, self._segments)
+            self._must_reconnect = False
+
+    def _recover(self) -> None:
+        """Try whether writing works again."""
+        try:
+            self._segments.probe()
+            self._reconnect()
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            self._connection.execute(f"PRAGMA user_version = {version}")  # a commit that changes nothing
+        except (OSError, sqlite3.Error) as exc:
+            self._roll_back()
+            self._health = f"cannot write to {self.directory}: {exc}"
+        else:
+            logger.info("the journal in %s can be written again", self.directory)
+            self._health = None
+
+    def _remove_segments(self) -> None:
+        used = self._connection.execute("SELECT DISTINCT segment FROM bodies WHERE segment IS NOT NULL")
+        try:
+            self._segments.remove_unused({row[0] for row in used})
+        except OSError as exc:
+            logger.warning("segments that hold nothing any more stay until the next start: %s", exc)

@@ -1,0 +1,183 @@
+"""The one thread that writes: what is queued when it looks is one commit. Callers wait where it cannot keep up.
+
+Knows nothing of databases: `commit` is whatever brings entries to disk.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from holdfast.errors import StorageUnavailable
+from holdfast.sessions.journal.entries import Entry, num_bytes
+
+logger = logging.getLogger(__name__)
+
+_MAX_BATCH = 256
+
+
+class Write(NamedTuple):
+    """Entries that belong together. `done` gets an exception, or None; who only notes something has none."""
+
+    entries: Sequence[Entry]
+    done: Callable[[Exception | None], None] | None
+
+
+Commit = Callable[[Sequence[Sequence[Entry]]], "list[Exception | None]"]
+
+
+class Writer:
+    """`commit` runs in the thread and says for each write what came of it; `recover` is called every `recover_s` while
+    `is_failing`, so that it can be known that writing works again before anyone tries."""
+
+    def __init__(
+        self,
+        commit: Commit,
+        *,
+        is_failing: Callable[[], bool],
+        recover: Callable[[], None],
+        max_queued_bytes: int,
+        note_delay_s: float,
+        recover_s: float,
+    ) -> None:
+        self._commit = commit
+        self._is_failing = is_failing
+        self._recover = recover
+        self._note_delay_s = note_delay_s
+        self._recover_s = recover_s
+        self._room = Room(max_queued_bytes)
+        self._inbox: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
+        self._thread.start()
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """Returns when the entries are on disk. On one event loop."""
+        size = sum(map(num_bytes, entries))
+        await self._room.enter(size)
+        if self._is_closed:
+            self._room.leave(size)
+            raise _closed()
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[None] = loop.create_future()
+
+        def conclude(exc: Exception | None) -> None:
+            self._room.leave(size)  # whoever waited may have left; the bytes were held until now
+            if written.cancelled():
+                return
+            if exc is None:
+                written.set_result(None)
+            else:
+                written.set_exception(exc)
+
+        def done(exc: Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(conclude, exc)
+
+        self._inbox.put(Write(entries, done))
+        await written
+
+    def note(self, entries: Sequence[Entry]) -> None:
+        if self._is_closed:
+            raise _closed()
+        self._inbox.put(Write(entries, None))
+
+    async def close(self) -> bool:
+        """Write what is queued, then end. False where that was done before."""
+        if self._is_closed:
+            return False
+        self._is_closed = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+        return True
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            batch, is_open = self._take()
+            if not batch:
+                continue
+            try:
+                outcomes = self._commit([write.entries for write in batch])
+            except Exception as exc:  # without this thread every writer would wait for ever
+                logger.exception("the journal failed in an unexpected way")
+                outcomes = [exc] * len(batch)
+            for write, outcome in zip(batch, outcomes, strict=True):
+                if write.done is not None:
+                    write.done(outcome)
+                elif outcome is not None:
+                    logger.warning("the journal lost %d notes: %s", len(write.entries), outcome)
+
+    def _take(self) -> tuple[list[Write], bool]:
+        """What is there, at least one write, and whether there may be more. Notes wait a while for company."""
+        batch: list[Write] = []
+        deadline = None
+        while len(batch) < _MAX_BATCH:
+            try:
+                item = (
+                    self._inbox.get(timeout=self._patience(deadline))
+                    if deadline or not batch
+                    else self._inbox.get_nowait()
+                )
+            except queue.Empty:
+                if not batch and self._is_failing():
+                    self._recover()
+                    continue
+                break
+            if item is None:
+                return batch, False
+            batch.append(item)
+            if item.done is not None:
+                deadline = None
+            elif len(batch) == 1:
+                deadline = time.monotonic() + self._note_delay_s
+        return batch, True
+
+    def _patience(self, deadline: float | None) -> float | None:
+        if deadline is not None:
+            return max(0.0, deadline - time.monotonic())
+        return self._recover_s if self._is_failing() else None
+
+
+class Room:
+    """At most so many bytes at once, first come, first served; what is larger has it all to itself. One event loop."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._free = self._all = num_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def enter(self, size: int) -> None:
+        size = min(size, self._all)
+        if not self._waiting and size <= self._free:
+            self._free -= size
+            return
+        entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, entered))
+        try:
+            await entered
+        except asyncio.CancelledError:
+            if entered.done() and not entered.cancelled():  # let in at the same moment
+                self.leave(size)
+            else:
+                self._let_in()
+            raise
+
+    def leave(self, size: int) -> None:
+        self._free += min(size, self._all)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._free):
+            size, entered = self._waiting.popleft()
+            if not entered.cancelled():
+                self._free -= size
+                entered.set_result(None)
+
+
+def _closed() -> StorageUnavailable:
+    return StorageUnavailable("the journal is closed")

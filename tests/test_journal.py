@@ -1,0 +1,850 @@
+"""The journal: what was acknowledged is there, bit for bit, whatever happened to the process or the disk."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError, InvalidArgument, JournalFailed, SessionNotFound, StorageUnavailable
+from holdfast.sessions.journal import schema
+from holdfast.sessions.journal.base import ClosedSession, Journal, NoJournal, StoredSession, StoredTurn
+from holdfast.sessions.journal.entries import (
+    Entry,
+    ForkedFrom,
+    Pinned,
+    Rewarded,
+    Rewound,
+    SessionClosed,
+    SessionOpened,
+    SessionPurged,
+    TokensGiven,
+    TokensSampled,
+    TurnDelivered,
+    TurnRecorded,
+)
+from holdfast.sessions.journal.sqlite import SqliteJournal
+from tests import journaling
+from tests.effort import examples
+
+REPOSITORY = Path(__file__).parent.parent
+HEAVY = 100_000  # bytes: beyond what goes into the database
+
+
+@contextlib.asynccontextmanager
+async def opened(directory: Path, **settings: Any) -> AsyncIterator[SqliteJournal]:
+    journal = SqliteJournal(directory, **settings)
+    try:
+        yield journal
+    finally:
+        await journal.close()
+
+
+def session(session_id: str = "a", number: int = 1, **fields: Any) -> SessionOpened:
+    return SessionOpened(session_id=session_id, number=number, owner="me", created_at=1.5, **fields)
+
+
+def turn(number: int = 1, session_id: str = "a", **fields: Any) -> TurnRecorded:
+    plain: dict[str, Any] = {
+        "parent": number - 1,
+        "messages": b"[]",
+        "reply": b"{}",
+        "root": b"{}",
+        "given": array("i", [1, 2]),
+        "sampled": array("i", [3]),
+        "logprobs": array("d", [-0.1]),
+        "sampling_logprobs": array("d", [-0.2]),
+        "request": b"asked",
+        "response": b"answered",
+    }
+    return TurnRecorded(session_id=session_id, number=number, **(plain | fields))
+
+
+def without_bodies(recorded: TurnRecorded, *, reward: float | None = None, is_delivered: bool = False) -> StoredTurn:
+    fields: dict[str, Any] = {field.name: getattr(recorded, field.name) for field in dataclasses.fields(recorded)}
+    fields |= {"request_bytes": len(fields.pop("request")), "response_bytes": len(fields.pop("response"))}
+    return StoredTurn(**fields, reward=reward, is_delivered=is_delivered)
+
+
+def bits(value: object) -> object:
+    """`value` so that floats are equal only if their bits are: NaN is itself, 0.0 is not -0.0."""
+    if isinstance(value, array):
+        return value.typecode, value.tobytes()
+    if dataclasses.is_dataclass(value):
+        return type(value), [bits(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [bits(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+# What comes back
+
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(lambda values: array("i", values))
+floats = st.lists(st.floats(width=64), max_size=20).map(lambda values: array("d", values))
+names = st.text(max_size=20)
+seconds = st.floats(0, 2**40)
+bodies = st.one_of(
+    st.binary(max_size=50),
+    st.builds(lambda seed, size: random.Random(seed).randbytes(size), st.integers(), st.integers(65_530, 70_000)),
+)
+steps = st.one_of(
+    st.builds(TokensGiven, st.just("a"), tokens),
+    st.builds(TokensSampled, st.just("a"), tokens, floats, floats, st.none() | names, st.booleans()),
+    st.builds(Rewound, st.just("a"), st.integers(0, 2**40)),
+    st.builds(
+        TurnRecorded,
+        session_id=st.just("a"),
+        number=st.just(0),
+        parent=st.integers(0, 2**40),
+        messages=st.binary(max_size=50),
+        reply=st.binary(max_size=50),
+        root=st.binary(max_size=50),
+        given=tokens,
+        sampled=tokens,
+        logprobs=floats,
+        sampling_logprobs=floats,
+        finish_reason=names,
+        facts=st.binary(max_size=50),
+        ticket_key=names,
+        body_hash=st.binary(max_size=32),
+        num_control=st.integers(0, 9),
+        request=bodies,
+        response=bodies,
+    ),
+)
+sessions = st.builds(
+    SessionOpened,
+    session_id=st.just("a"),
+    number=st.integers(1, 2**40),
+    owner=names,
+    created_at=seconds,
+    kind=st.sampled_from(["tokens", "chat"]),
+    label=names,
+    group=names,
+    metadata=st.dictionaries(names, names, max_size=3),
+    sink=st.integers(0, 2**20),
+    pin_tokens=st.none() | st.integers(0, 2**20),
+    eos_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+)
+changes = st.lists(
+    st.one_of(
+        st.builds(Rewarded, st.just("a"), st.none(), st.floats(allow_nan=False, allow_infinity=False)),
+        st.builds(Pinned, st.just("a"), st.integers(0, 2**20)),
+        st.builds(SessionClosed, st.just("a"), st.sampled_from(["closed", "expired", "evicted"]), seconds),
+    ),
+    max_size=4,
+)
+
+
+@given(sessions, st.lists(steps, max_size=6), changes)
+def test_every_entry_comes_back_bit_for_bit_after_a_restart(
+    first: SessionOpened, written: list[Entry], changed: list[Rewarded | Pinned | SessionClosed]
+) -> None:
+    numbers = iter(range(1, 100))
+    written = [
+        dataclasses.replace(entry, number=next(numbers)) if isinstance(entry, TurnRecorded) else entry
+        for entry in written
+    ]
+    expected: dict[str, Any] = {"reward": None, "closed_why": None, "closed_at": None}
+    for change in changed:
+        match change:
+            case Rewarded():
+                expected["reward"] = change.reward
+            case Pinned():
+                expected["opened"] = dataclasses.replace(first, sink=change.sink)
+            case SessionClosed():
+                expected |= {"closed_why": change.why, "closed_at": change.at}
+
+    async def run(directory: Path) -> None:
+        async with opened(directory) as journal:
+            await journal.write(first, *written, *changed)
+        async with opened(directory) as journal:
+            found = await journal.read_session("a")
+            assert bits(found.steps) == bits(
+                [without_bodies(entry) if isinstance(entry, TurnRecorded) else entry for entry in written]
+            )
+            assert found == StoredSession(**({"opened": first} | expected), steps=found.steps)
+            assert [known.opened.session_id for known in journal.load()] == ([] if expected["closed_why"] else ["a"])
+            for entry in written:
+                if isinstance(entry, TurnRecorded):
+                    assert await journal.read_request("a", entry.number) == entry.request
+                    assert await journal.read_response("a", entry.number) == entry.response
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(run(Path(directory)))
+
+
+class Model:
+    """What must be on record, as plain as can be."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, SessionOpened] = {}
+        self.steps: dict[str, list[Any]] = {}
+        self.bodies: dict[tuple[str, int], bytes] = {}
+        self.rewards: dict[str, float] = {}
+        self.closed: dict[str, ClosedSession] = {}
+
+    def turns(self, session_id: str) -> list[StoredTurn]:
+        return [step for step in self.steps[session_id] if isinstance(step, StoredTurn)]
+
+    def change_turn(self, session_id: str, number: int, **fields: Any) -> None:
+        of = self.steps[session_id]
+        of[:] = [
+            dataclasses.replace(step, **fields) if isinstance(step, StoredTurn) and step.number == number else step
+            for step in of
+        ]
+
+    async def check(self, journal: SqliteJournal) -> None:
+        alive = [session_id for session_id in self.opened if session_id not in self.closed]
+        assert [found.opened.session_id for found in journal.load()] == alive
+        assert {gone.session_id: gone for gone in journal.closed()} == self.closed
+        assert journal.last_number == max((known.number for known in self.opened.values()), default=0)
+        for session_id, expected in self.opened.items():
+            found = await journal.read_session(session_id)
+            assert (found.opened, found.failure) == (expected, None)
+            assert found.steps == tuple(self.steps[session_id])
+            assert found.reward == self.rewards.get(session_id)
+        for (session_id, number), body in self.bodies.items():
+            assert await journal.read_response(session_id, number) == body
+
+
+async def act(draw: random.Random, journal: SqliteJournal, model: Model) -> None:
+    """One random thing that may happen to sessions, done to both."""
+    alive = [session_id for session_id in model.opened if session_id not in model.closed]
+    what = draw.choice(["open", "tokens", "turn", "turn", "change", "fork", "close", "purge"]) if alive else "open"
+    number = journal.last_number + 1
+    if what == "open":
+        model.opened[f"s{number}"] = session(f"s{number}", number)
+        model.steps[f"s{number}"] = []
+        return await journal.write(model.opened[f"s{number}"])
+    source = draw.choice(alive)
+    turns = model.turns(source)
+    if what == "tokens":
+        spans: list[Any] = [
+            TokensGiven(source, array("i", [draw.randrange(9)])),
+            TokensSampled(source, array("i", [1]), array("d", [-draw.random()]), array("d", [-1.0]), "eos"),
+            Rewound(source, draw.randrange(9)),
+        ]
+        model.steps[source] += spans
+        await journal.write(*spans)
+    elif what == "turn":
+        body = draw.randbytes(draw.choice([10, HEAVY]))
+        recorded = turn(len(turns) + 1, source, parent=draw.randrange(len(turns) + 1), response=body, body_hash=b"h")
+        model.steps[source].append(without_bodies(recorded))
+        model.bodies[source, recorded.number] = body
+        await journal.write(recorded)
+    elif what == "change" and turns:
+        reward, chosen = draw.random(), draw.choice(turns).number
+        model.change_turn(source, chosen, reward=reward, is_delivered=True)
+        model.rewards[source] = reward
+        model.opened[source] = dataclasses.replace(model.opened[source], sink=number)
+        changed = (Rewarded(source, chosen, reward), TurnDelivered(source, chosen), Rewarded(source, None, reward))
+        await journal.write(*changed, Pinned(source, number))
+    elif what == "fork":
+        path = tuple(sorted(draw.sample([known.number for known in turns], draw.randrange(len(turns) + 1))))
+        fork = model.opened[f"s{number}"] = session(f"s{number}", number, forked_from=ForkedFrom(source, path))
+        same: dict[str, Any] = {"session_id": f"s{number}", "ticket_key": "", "body_hash": b"", "num_control": 0}
+        model.steps[f"s{number}"] = [
+            dataclasses.replace(turns[old - 1], number=new + 1, parent=new, **same) for new, old in enumerate(path)
+        ]
+        for new, old in enumerate(path):
+            model.bodies[f"s{number}", new + 1] = model.bodies[source, old]
+        await journal.write(fork)
+    elif what == "close":
+        model.closed[source] = ClosedSession(source, "me", "closed", float(number))
+        await journal.write(SessionClosed(source, "closed", float(number)))
+    elif what == "purge":
+        before = float(number)
+        gone = [session_id for session_id, known in model.closed.items() if known.at < before]
+        for session_id in gone:
+            del model.opened[session_id], model.closed[session_id], model.steps[session_id]
+            model.bodies = {key: body for key, body in model.bodies.items() if key[0] != session_id}
+        assert await journal.purge(before) == len(gone)
+    return None
+
+
+@given(st.integers(), st.lists(st.integers(0, 12), min_size=1, max_size=4))
+def test_the_journal_holds_what_a_plain_model_holds(seed: int, runs: list[int]) -> None:
+    draw, model = random.Random(seed), Model()
+
+    async def run(directory: Path) -> None:
+        for num_acts in runs:
+            async with opened(directory, max_segment_bytes=2 * HEAVY) as journal:
+                await model.check(journal)
+                for _ in range(num_acts):
+                    await act(draw, journal, model)
+                await model.check(journal)
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(run(Path(directory)))
+
+
+async def test_segments_go_once_nobody_needs_them_and_a_forks_bytes_stay(tmp_path: Path) -> None:
+    heavy = [random.Random(number).randbytes(HEAVY) for number in range(4)]
+    async with opened(tmp_path, max_segment_bytes=HEAVY) as journal:
+        await journal.write(session(), *(turn(number + 1, response=body) for number, body in enumerate(heavy)))
+        await journal.write(session("b", 2, forked_from=ForkedFrom("a", (2,))))
+        await journal.write(SessionClosed("a", "closed", 1.0))
+        assert len(list((tmp_path / "segments").iterdir())) == 4
+        assert await journal.purge(before=2.0) == 1
+        assert sorted(path.name for path in (tmp_path / "segments").iterdir()) == [
+            "00000002.segment",
+            "00000004.segment",  # the one that is being written
+        ]
+        assert await journal.read_response("b", 1) == heavy[1]
+        with pytest.raises(SessionNotFound):
+            await journal.read_session("a")
+
+
+async def test_a_write_is_all_or_nothing_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await journal.write(session(), turn(1))
+        results = await asyncio.gather(
+            journal.write(turn(2)),
+            journal.write(turn(3, response=bytes(HEAVY)), turn(1)),  # a number that is taken
+            journal.write(TokensGiven("nobody", array("i", [1]))),
+            journal.write(TurnDelivered("a", 9)),
+            journal.write(session("b", 2, label="\ud800")),
+            journal.write(session("c", 2**70)),
+            journal.write(session("d", 4, forked_from=ForkedFrom("a", (7,)))),
+            journal.write(turn(4)),
+            return_exceptions=True,
+        )
+        assert [type(result) for result in results] == [type(None), *[JournalFailed] * 6, type(None)]
+        assert journal.health is None
+        assert [known.number for known in (await journal.read_session("a")).turns] == [1, 2, 4]
+    with pytest.raises(InvalidArgument):
+        Rewarded("a", None, float("nan"))
+
+
+# When it is written
+
+
+class Held:
+    """Commits that stop, once begun, until they are let go; and what each of them held."""
+
+    def __init__(self) -> None:
+        self.num_writes: list[int] = []
+        self.has_begun, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self, seconds: float, num_writes: int) -> None:
+        self.num_writes.append(num_writes)
+        self.has_begun.set()
+        self.may_go.wait()
+
+
+async def held_journal(directory: Path, held: Held, **settings: Any) -> "tuple[SqliteJournal, asyncio.Task[None]]":
+    journal = SqliteJournal(directory, on_commit=held, **settings)
+    first = asyncio.ensure_future(journal.write(session()))
+    await asyncio.to_thread(held.has_begun.wait)
+    return journal, first
+
+
+async def turn_the_loop() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_idle_writes_are_committed_at_once_and_queued_ones_together(tmp_path: Path) -> None:
+    held = Held()
+    journal, first = await held_journal(tmp_path, held)
+    queued = [asyncio.ensure_future(journal.write(turn(number))) for number in range(1, 51)]
+    await turn_the_loop()
+    held.may_go.set()
+    await asyncio.gather(first, *queued)
+    for number in range(51, 54):
+        await journal.write(turn(number))
+    assert held.num_writes == [1, 50, 1, 1, 1]
+    await journal.close()
+
+
+async def test_notes_go_along_with_the_next_write_or_at_the_end(tmp_path: Path) -> None:
+    commits: list[int] = []
+    journal = SqliteJournal(tmp_path, note_delay_s=3600, on_commit=lambda seconds, num: commits.append(num))
+    await journal.write(session(), turn(1), turn(2))
+    journal.note(TurnDelivered("a", 1))
+    await journal.write(turn(3))
+    journal.note(TurnDelivered("a", 2))
+    await journal.close()
+    assert commits == [1, 2, 1]
+    async with opened(tmp_path) as journal:
+        assert [known.is_delivered for known in (await journal.read_session("a")).turns] == [True, True, False]
+
+
+async def test_a_note_is_written_soon_even_if_nothing_else_is(tmp_path: Path) -> None:
+    written = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with opened(
+        tmp_path, note_delay_s=0.01, on_commit=lambda seconds, num: loop.call_soon_threadsafe(written.set)
+    ) as journal:
+        journal.note(session())
+        await asyncio.wait_for(written.wait(), 10)
+
+
+async def test_writers_wait_while_too_much_is_queued(tmp_path: Path) -> None:
+    held = Held()
+    journal, first = await held_journal(tmp_path, held, max_queued_bytes=3 * HEAVY)
+    queued = [
+        asyncio.ensure_future(journal.write(turn(number, response=bytes(size))))
+        for number, size in enumerate([HEAVY - 2000] * 6 + [9 * HEAVY, 10], start=1)
+    ]
+    await turn_the_loop()
+    held.may_go.set()
+    await asyncio.gather(first, *queued)
+    assert max(held.num_writes) <= 3
+    assert sum(held.num_writes) == 9
+    await journal.close()
+
+
+async def test_a_cancelled_writer_leaves_all_of_its_entries_or_none(tmp_path: Path) -> None:
+    held = Held()
+    journal, first = await held_journal(tmp_path, held, max_queued_bytes=HEAVY + 2000)
+    queued = asyncio.ensure_future(journal.write(turn(1, response=bytes(HEAVY)), turn(2)))
+    await turn_the_loop()
+    waiting = asyncio.ensure_future(journal.write(turn(3, response=bytes(HEAVY)), turn(4)))
+    shielded = asyncio.ensure_future(journal.write(turn(5, response=bytes(HEAVY)), turn(6)))
+    outer = asyncio.ensure_future(asyncio.wait_for(asyncio.shield(shielded), 3600))
+    await turn_the_loop()
+    for task in (queued, waiting, outer):
+        task.cancel()
+    await asyncio.gather(queued, waiting, outer, return_exceptions=True)
+    held.may_go.set()
+    await asyncio.gather(first, shielded)
+    assert [known.number for known in (await journal.read_session("a")).turns] == [1, 2, 5, 6]
+    await journal.close()
+
+
+async def test_closing_writes_what_was_handed_over_and_takes_nothing_after(tmp_path: Path) -> None:
+    held = Held()
+    journal, first = await held_journal(tmp_path, held, max_queued_bytes=HEAVY + 2000)
+    queued = asyncio.ensure_future(journal.write(turn(1, response=bytes(HEAVY))))
+    await turn_the_loop()
+    waiting = asyncio.ensure_future(journal.write(turn(2, response=bytes(HEAVY))))
+    await turn_the_loop()
+    closing = asyncio.ensure_future(journal.close())
+    await turn_the_loop()
+    held.may_go.set()
+    await asyncio.gather(first, queued, closing)
+    with pytest.raises(StorageUnavailable):
+        await waiting
+    with pytest.raises(StorageUnavailable):
+        journal.note(turn(3))
+    await journal.close()
+    async with opened(tmp_path) as journal:
+        assert [known.number for known in (await journal.read_session("a")).turns] == [1]
+
+
+# Kills
+
+
+async def verified(directory: Path, acknowledged: dict[int, int]) -> None:
+    """Everything acknowledged is there, and all that is there is as it was written."""
+    async with opened(directory, max_segment_bytes=journaling.SEGMENT_BYTES) as journal:
+        found = {known.opened.session_id: known for known in journal.load()}
+        for index in range(journaling.NUM_SESSIONS):
+            known = found.get(journaling.name(index))
+            if known is None:
+                assert index not in acknowledged
+                continue
+            assert (known.opened, known.failure) == (journaling.opening(index), None)
+            num_turns = len(known.turns)
+            assert len(known.steps) == 3 * num_turns
+            assert acknowledged.get(index, 0) <= num_turns <= acknowledged.get(index, 0) + 1
+            acknowledged[index] = num_turns
+            for number in range(1, num_turns + 1):
+                assert journaling.same_turn(known, index, number)
+                *_, recorded = journaling.spoken(index, number)
+                assert await journal.read_request(known.opened.session_id, number) == recorded.request
+                assert await journal.read_response(known.opened.session_id, number) == recorded.response
+
+
+@pytest.mark.parametrize("run", range(3))
+async def test_kills_at_any_moment_lose_nothing_acknowledged(tmp_path: Path, run: int) -> None:
+    draw = random.Random(run)
+    acknowledged: dict[int, int] = {}
+    for _ in range(examples(10)):
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.journaling", tmp_path, cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE
+        )
+        assert child.stdout is not None
+        lines = [await child.stdout.readline() for _ in range(draw.randrange(12))]
+        await asyncio.sleep(draw.random() * 0.02)
+        child.send_signal(signal.SIGKILL)
+        lines += (await child.stdout.read()).splitlines(keepends=True)
+        assert await child.wait() == -signal.SIGKILL
+        for line in lines:
+            if line.endswith(b"\n"):
+                index, number = map(int, line.split())
+                acknowledged[index] = number
+        await verified(tmp_path, acknowledged)
+    assert sum(acknowledged.values()) > examples(10)
+
+
+# Disks
+
+FAILURES = """
+import asyncio, resource, sys
+from array import array
+from pathlib import Path
+from holdfast.errors import JournalFailed
+from holdfast.sessions.journal.sqlite import SqliteJournal
+from tests.test_journal import session, turn
+
+async def main(size):
+    journal = SqliteJournal(Path(sys.argv[1]), recover_s=0.05)
+    await journal.write(session())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))
+    number = 0
+    try:
+        while True:
+            await journal.write(turn(number + 1, response=bytes([number % 256]) * size))
+            number += 1
+    except JournalFailed:
+        assert journal.health
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    while journal.health:
+        await asyncio.sleep(0.01)
+    await journal.write(turn(number + 1, response=bytes([number % 256]) * size))
+    await journal.close()
+    print(number + 1)
+
+asyncio.run(main(int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("size", [3_000, HEAVY], ids=["database", "segments"])
+async def test_writing_goes_on_after_errors_of_the_file_system(tmp_path: Path, size: int) -> None:
+    command = [sys.executable, "-c", FAILURES, str(tmp_path), str(size)]
+    child = await asyncio.to_thread(subprocess.run, command, cwd=REPOSITORY, capture_output=True, check=False)
+    assert child.returncode == 0, child.stderr.decode()
+    async with opened(tmp_path) as journal:
+        turns = (await journal.read_session("a")).turns
+        assert [known.number for known in turns] == list(range(1, int(child.stdout) + 1))
+        for known in turns:
+            assert await journal.read_response("a", known.number) == bytes([(known.number - 1) % 256]) * size
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def remount(path: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", path], check=True)
+
+
+@pytest.mark.parametrize("size", [3_000, HEAVY], ids=["database", "segments"])
+@pytest.mark.parametrize("waits", [True, False], ids=["by itself", "with the next write"])
+async def test_a_full_disk_fails_writes_and_room_heals_them(small_disk: Path, size: int, waits: bool) -> None:
+    async with opened(small_disk / "data", recover_s=0.02 if waits else 3600) as journal:
+        await journal.write(session())
+        number = 0
+        while journal.health is None:
+            with contextlib.suppress(JournalFailed):
+                await journal.write(turn(number + 1, response=random.Random(number).randbytes(size)))
+                number += 1
+        assert number > 2
+        for _ in range(3):
+            with pytest.raises(JournalFailed):
+                await journal.write(turn(number + 1, response=bytes(2_000_000)), turn(number + 2))
+        assert "cannot write" in str(journal.health)
+        assert len((await journal.read_session("a")).turns) == number
+        remount(small_disk, "size=20m")
+        if waits:
+            async with asyncio.timeout(30):
+                while journal.health:
+                    await asyncio.sleep(0.01)
+        await journal.write(turn(number + 1, response=random.Random(number).randbytes(size)))
+        assert journal.health is None
+    async with opened(small_disk / "data") as journal:
+        assert len((await journal.read_session("a")).turns) == number + 1
+        for index in range(number + 1):
+            assert await journal.read_response("a", index + 1) == random.Random(index).randbytes(size)
+
+
+async def test_a_write_that_does_not_fit_does_not_take_others_with_it(small_disk: Path) -> None:
+    async with opened(small_disk / "data") as journal:
+        await journal.write(session())
+        small, large = await asyncio.gather(
+            journal.write(turn(1)), journal.write(turn(2, response=bytes(3_000_000))), return_exceptions=True
+        )
+        assert small is None
+        assert isinstance(large, JournalFailed)
+        await journal.write(turn(2, response=bytes(HEAVY)))
+        [segment] = (small_disk / "data" / "segments").iterdir()
+        assert segment.stat().st_size == HEAVY  # the place of what failed was used again
+
+
+async def test_a_read_only_directory_is_refused_by_name(small_disk: Path) -> None:
+    async with opened(small_disk / "data") as journal:
+        await journal.write(session())
+    remount(small_disk, "ro")
+    with pytest.raises(ConfigError, match=rf"{small_disk}.*--data-dir"):
+        SqliteJournal(small_disk / "data")
+    remount(small_disk, "rw")
+    async with opened(small_disk / "data") as journal:
+        assert [known.opened for known in journal.load()] == [session()]
+
+
+async def test_segments_that_cannot_be_made_fail_the_write_until_they_can(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await journal.write(session())
+        (tmp_path / "segments").rmdir()
+        (tmp_path / "segments").touch()
+        with pytest.raises(JournalFailed):
+            await journal.write(turn(1, response=bytes(HEAVY)))
+        assert journal.health
+        (tmp_path / "segments").unlink()
+        (tmp_path / "segments").mkdir()
+        await journal.write(turn(1, response=bytes(HEAVY)))
+        assert journal.health is None
+
+
+async def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        with pytest.raises(ConfigError, match=f"in use by another Holdfast, process {os.getpid()}"):
+            SqliteJournal(tmp_path)
+    async with opened(tmp_path):
+        pass
+
+
+# Damage
+
+
+async def written(directory: Path, num_turns: int = 4) -> None:
+    async with opened(directory) as journal:
+        await journal.write(session())
+        for number in range(1, num_turns + 1):
+            body = random.Random(number).randbytes(HEAVY) if number % 2 else b"response %d" % number
+            await journal.write(TokensGiven("a", array("i", [number])), turn(number, response=body))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:100]),
+        lambda path: path.write_bytes(path.read_bytes()[:4096]),
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        lambda path: path.write_bytes(b"not a database at all" * 1000),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[:4096] + bytes(path.stat().st_size - 4096)),
+        lambda path: path.write_bytes(
+            path.read_bytes().replace(b"INDEX spans_of", b"INDEY spans_of").replace(b"spans_of", b"spans\xffof")
+        ),
+    ],
+    ids=["empty", "100 bytes", "a page", "half", "text", "missing", "zeros", "schema"],
+)
+async def test_a_damaged_database_is_refused_by_name_with_advice(
+    tmp_path: Path, break_it: Callable[[Path], None]
+) -> None:
+    await written(tmp_path)
+    break_it(tmp_path / "journal.db")
+    with pytest.raises(ConfigError, match=r"journal\.db is damaged: .*backup"):
+        SqliteJournal(tmp_path)
+
+
+async def test_a_segments_torn_tail_is_reported_and_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await written(tmp_path)
+    [segment] = (tmp_path / "segments").iterdir()
+    size = segment.stat().st_size
+    with segment.open("ab") as file:
+        file.write(b"half of a reply")
+    segment.with_name("00000002.segment").write_bytes(b"another half")
+    async with opened(tmp_path) as journal:
+        assert "cut 15 bytes" in caplog.text
+        assert "holds nothing that was acknowledged (12 bytes)" in caplog.text
+        assert [path.stat().st_size for path in (tmp_path / "segments").iterdir()] == [size]
+        await journal.write(turn(5, response=bytes(HEAVY)))
+        assert await journal.read_response("a", 5) == bytes(HEAVY)
+        assert await journal.read_response("a", 3) == random.Random(3).randbytes(HEAVY)
+
+
+async def test_flipped_missing_and_short_replies_are_never_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await written(tmp_path)
+    [segment] = (tmp_path / "segments").iterdir()
+    flip(segment, 500)
+    flip(tmp_path / "journal.db", (tmp_path / "journal.db").read_bytes().index(b"response 2"))
+    async with opened(tmp_path) as journal:
+        for number in (1, 2):
+            with pytest.raises(StorageUnavailable, match=f"response of turn {number} of session a is damaged"):
+                await journal.read_response("a", number)
+        assert await journal.read_response("a", 3) == random.Random(3).randbytes(HEAVY)
+        assert await journal.read_response("a", 4) == b"response 4"
+        assert len((await journal.read_session("a")).turns) == 4
+    os.truncate(segment, HEAVY + 10)
+    async with opened(tmp_path) as journal:
+        assert "cannot be read" in caplog.text
+        with pytest.raises(StorageUnavailable):
+            await journal.read_response("a", 3)
+    segment.unlink()
+    async with opened(tmp_path) as journal:
+        assert "is missing" in caplog.text
+        with pytest.raises(StorageUnavailable, match="turn 3 of session a"):
+            await journal.read_response("a", 3)
+        with pytest.raises(SessionNotFound):
+            await journal.read_response("a", 9)
+
+
+async def test_a_session_with_a_damaged_step_is_failed_not_altered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path) as journal:
+        await journal.write(session("b", 2), session(), turn(1), turn(2, messages=b"a message to be found"), turn(3))
+    flip(tmp_path / "journal.db", (tmp_path / "journal.db").read_bytes().index(b"to be found"))
+    async with opened(tmp_path) as journal:
+        damaged, whole = journal.load()
+        assert (whole.opened.session_id, whole.failure) == ("b", None)
+        assert damaged.steps == (without_bodies(turn(1)),)
+        assert "damaged" in str(damaged.failure)
+        assert "session a" in caplog.text
+        with pytest.raises(StorageUnavailable, match="turn 2 of session a is damaged"):
+            await journal.write(session("c", 3, forked_from=ForkedFrom("a", (1, 2))))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    asyncio.run(written(directory, num_turns=12))
+    return directory
+
+
+@settings(max_examples=examples(60))
+@given(st.floats(0, 1, exclude_max=True), st.integers(0, 7))
+def test_no_flipped_bit_of_the_database_is_ever_served(whole: Path, where: float, bit: int) -> None:
+    async def run(directory: Path) -> None:
+        path = directory / "journal.db"
+        data = bytearray(path.read_bytes())
+        data[int(where * len(data))] ^= 1 << bit
+        path.write_bytes(data)
+        try:
+            journal = SqliteJournal(directory)
+        except ConfigError:
+            return
+        try:
+            for found in journal.load():
+                assert found.failure or found.opened == session()
+                for step in found.steps:
+                    assert step in expected
+                for known in found.turns:
+                    with contextlib.suppress(StorageUnavailable, SessionNotFound):
+                        assert await journal.read_response("a", known.number) == bodies_of[known.number]
+        except StorageUnavailable:
+            pass
+        finally:
+            await journal.close()
+
+    numbers = range(1, 13)
+    bodies_of = {n: random.Random(n).randbytes(HEAVY) if n % 2 else b"response %d" % n for n in numbers}
+    expected: list[Any] = [without_bodies(turn(n, response=bodies_of[n])) for n in numbers]
+    expected += [TokensGiven("a", array("i", [n])) for n in numbers]
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.copytree(whole, directory, dirs_exist_ok=True)
+        asyncio.run(run(Path(directory)))
+
+
+async def test_a_damaged_end_of_the_write_ahead_log_is_reported_and_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path / "running") as journal:
+        await journal.write(session(), turn(1))
+        await journal.write(turn(2))
+        for name in ("torn", "flipped"):  # what a crash would leave
+            shutil.copytree(tmp_path / "running", tmp_path / name)
+    log = tmp_path / "torn" / "journal.db-wal"
+    os.truncate(log, log.stat().st_size - 100)
+    flip(tmp_path / "flipped" / "journal.db-wal", log.stat().st_size - 200)
+    for name in ("torn", "flipped"):
+        caplog.clear()
+        async with opened(tmp_path / name) as journal:
+            assert [known.number for known in (await journal.read_session("a")).turns] == [1]
+        assert "write-ahead log were not whole" in caplog.text
+    caplog.clear()
+    async with opened(tmp_path / "running"):
+        assert not caplog.text
+
+
+# Versions
+
+
+async def test_an_older_database_is_brought_up_to_date_with_all_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    old = schema.connect(path)
+    schema.migrate(old, path, schema.MIGRATIONS[:1])
+    old.close()
+    with contextlib.closing(sqlite3.connect(path)) as plain:
+        assert plain.execute("PRAGMA user_version").fetchone() == (1,)
+        before = {name for (name,) in plain.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+    async with opened(tmp_path / "new") as journal:
+        await journal.write(session(), turn(1), TokensGiven("a", array("i", [7])))
+    with contextlib.closing(sqlite3.connect(path)) as plain:
+        plain.execute("ATTACH ? AS new", (str(tmp_path / "new" / "journal.db"),))
+        for table in ("sessions", "bodies", "turns", "spans"):
+            plain.execute(f"INSERT INTO main.{table} SELECT * FROM new.{table}")
+        plain.commit()
+    async with opened(tmp_path) as journal:
+        [found] = journal.load()
+        assert found.steps == (without_bodies(turn(1)), TokensGiven("a", array("i", [7])))
+        await journal.write(turn(2))
+    with contextlib.closing(sqlite3.connect(path)) as plain:
+        assert plain.execute("PRAGMA user_version").fetchone() == (len(schema.MIGRATIONS),)
+        assert before < {name for (name,) in plain.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+    with contextlib.closing(schema.connect(tmp_path / "journal.db")) as database:
+        with pytest.raises(sqlite3.OperationalError):
+            schema.migrate(database, tmp_path, (*schema.MIGRATIONS, ("CREATE TABLE one (x)", "nonsense")))
+        assert database.execute("PRAGMA user_version").fetchone() == (0,)
+        assert database.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+
+
+async def test_a_newer_database_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        pass
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.db")) as database:
+        database.execute("PRAGMA user_version = 99")
+    with pytest.raises(ConfigError, match="version 99"):
+        SqliteJournal(tmp_path)
+
+
+async def test_no_journal_keeps_nothing_and_never_fails() -> None:
+    journal: Journal = NoJournal()
+    await journal.write(session(), turn(1), SessionPurged("b"))
+    journal.note(TurnDelivered("a", 1))
+    assert (list(journal.load()), list(journal.closed()), journal.health, journal.last_number) == ([], [], None, 0)
+    assert await journal.purge(before=1e9) == 0
+    for read in (journal.read_request, journal.read_response):
+        with pytest.raises(SessionNotFound):
+            await read("a", 1)
+    with pytest.raises(SessionNotFound):
+        await journal.read_session("a")
+    await journal.close()
