@@ -11,7 +11,7 @@ NODE_READY := sdks/typescript/node_modules/.ready
 VOCABULARIES := tests/vocabularies/node_modules/.ready
 TEST_WORKERS ?= 2
 
-.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu test-vllm format clean
+.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu test-mlx test-vllm format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -20,7 +20,7 @@ setup: $(READY) ## create .venv, install what constraints.txt pins, fetch the de
 
 $(READY): pyproject.toml constraints.txt sdks/python/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[torch,dev]' -e sdks/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[torch,mlx,dev]' -e sdks/python
 	$(BIN)/holdfast models pull
 	touch $@
 
@@ -79,6 +79,9 @@ test-integration: $(READY) $(VOCABULARIES) ## everything, thoroughly, with a JUn
 
 test-gpu: ## on a machine with a CUDA device, with its own python3: needs torch, transformers, safetensors, numpy
 	PYTHONPATH=src:. $(PYTHON) -m tests.gpu
+
+test-mlx: $(READY) ## the MLX engine: its contract, and beside torch; on a Mac it uses the GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_mlx.py tests/test_engine_contract.py
 
 test-vllm: $(READY) ## the upstream contract against a real vLLM: VLLM_URL=http://... (without it: how to start one)
 	$(BIN)/python -m tests.vllm $(if $(VLLM_URL),run $(VLLM_URL))

@@ -1,10 +1,12 @@
 """The engines that the contract suite holds to the same promises, each with its own plain truth."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
@@ -14,7 +16,9 @@ from holdfast.testing.engine import FakeEngine
 from tests import tiny
 from tests.oracle import dense_logits
 
-NAMES = ("fake", *(f"torch-{family}" for family in tiny.FAMILIES))
+HAS_MLX = importlib.util.find_spec("mlx") is not None
+_KINDS = ("torch", "mlx") if HAS_MLX else ("torch",)
+NAMES = ("fake", *(f"{kind}-{family}" for kind in _KINDS for family in tiny.FAMILIES))
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,29 @@ def make(name: str, *, num_slabs: int, shape: SlabShape) -> Case:
     if name == "fake":
         fake = FakeEngine(num_slabs=num_slabs, shape=shape)
         return Case(fake, fake.expected_logits, tolerance=0)
-    family = name.removeprefix("torch-")
+    kind, family = name.split("-")
     state, arch = tiny.hf_model(family).state_dict(), tiny.architecture(family)
 
     def truth(tokens: Sequence[int], window: Window) -> NDArray[Any]:
         return dense_logits(state, arch, tokens, window).numpy()
 
-    return Case(tiny.engine(family, num_slabs=num_slabs, shape=shape), truth, tolerance=5e-4)
+    build = mlx_engine if kind == "mlx" else tiny.engine
+    return Case(build(family, num_slabs=num_slabs, shape=shape), truth, tolerance=5e-4)
+
+
+def mlx_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "float32") -> Engine:
+    """`tiny.engine` on MLX: the same weights under the same digest."""
+    import mlx.core as mx
+
+    from holdfast.engine.mlx import MLXEngine
+
+    class StateReader(dict[str, torch.Tensor]):
+        def read(self, name: str) -> mx.array:
+            return mx.array(self[name].numpy())
+
+    reader = StateReader(tiny.hf_model(family).state_dict())
+    arch = tiny.architecture(family)
+    return MLXEngine(f"tiny-{family}", arch, reader, digest=family, num_slabs=num_slabs, shape=shape, dtype=dtype)
 
 
 def random_tokens(num: int, vocabulary: int, seed: int = 0) -> list[int]:

@@ -1,5 +1,8 @@
 """Builds the embedded engine from its settings."""
 
+import importlib.util
+import platform
+
 from holdfast.config import EngineConfig
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
@@ -20,11 +23,34 @@ def build_engine(source: ModelSource, config: EngineConfig) -> Engine:
         prefill_chunk=config.prefill_chunk,
         rewind_tokens=config.rewind_tokens,
     )
+    if config.device == "mlx" or (config.device == "auto" and _is_apple_silicon() and _has_mlx()):
+        return _on_mlx(source, config, shape)
+    return _on_torch(source, config, shape)
+
+
+def _on_torch(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
     try:
         from holdfast.engine.torch import load_engine
     except ImportError as exc:
-        raise ConfigError("the embedded engine needs torch: pip install 'holdfast[torch]'") from exc
+        hint = ", or on a Mac 'holdfast[mlx]'" if _is_apple_silicon() else ""
+        raise ConfigError(f"the embedded engine needs torch: pip install 'holdfast[torch]'{hint}") from exc
     return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=config.dtype, device=config.device)
+
+
+def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
+    try:
+        from holdfast.engine.mlx import load_engine
+    except ImportError as exc:
+        raise ConfigError("device mlx needs MLX: pip install 'holdfast[mlx]'") from exc
+    return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=config.dtype)
+
+
+def _is_apple_silicon() -> bool:
+    return platform.system() == "Darwin" and platform.machine() == "arm64"
+
+
+def _has_mlx() -> bool:
+    return importlib.util.find_spec("mlx") is not None
 
 
 def build_worker(source: ModelSource, config: EngineConfig, on_step: OnStep = ignore_step) -> Worker:

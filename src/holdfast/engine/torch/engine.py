@@ -1,7 +1,5 @@
 """The engine protocol on PyTorch."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.engine.description import engine_info
 from holdfast.engine.interface import EngineInfo, KeysValues, Row
+from holdfast.engine.packing import pack
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.torch.attention import SlabAttention, SlabTensors, gather, scatter
@@ -37,30 +37,13 @@ class TorchEngine:
         dtype: str = "float32",
         device: str = "cpu",
     ) -> None:
-        if dtype not in _DTYPES:
-            raise InvalidArgument(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
-        if shape.max_pin + shape.recent > arch.context:
-            raise InvalidArgument(
-                f"max_pin {shape.max_pin} and recent {shape.recent} add up to more than the model's "
-                f"context of {arch.context}; lower recent to {arch.context - shape.max_pin} or less"
-            )
+        self._info = engine_info(name, arch, digest=digest, dtype=dtype, shape=shape)
         self._device = torch.device(device)
         self._shape = shape
         self._num_slabs = num_slabs
         self._decoder = Decoder(arch, load_weights(reader, arch, dtype=_DTYPES[dtype], device=self._device))
         cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
         self._slabs = SlabTensors(cells, _DTYPES[dtype], self._device)
-        self._info = EngineInfo(
-            name=name,
-            vocab_size=arch.vocab_size,
-            context=arch.context,
-            num_layers=arch.num_layers,
-            num_kv_heads=arch.num_kv_heads,
-            head_dim=arch.head_dim,
-            kv_dtype=dtype,
-            kv_itemsize=self._slabs.keys.itemsize,
-            fingerprint=_fingerprint(digest, dtype, arch),
-        )
 
     @property
     def info(self) -> EngineInfo:
@@ -80,26 +63,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> Tensor:
-        tokens: list[int] = []
-        positions: list[int] = []
-        sink_positions: list[int] = []
-        wanted: list[int] = []
-        for slab, row_tokens, num_logits in rows:
-            written = range(slab.length, slab.length + len(row_tokens))
-            tokens += row_tokens
-            positions += written
-            sink_positions += map(slab.window.sink_query, written)
-            wanted += range(len(tokens) - num_logits, len(tokens))
-        return self._decoder.forward(
-            tokens=self._tensor(tokens),
-            positions=self._tensor(positions),
-            sink_positions=self._tensor(sink_positions),
-            wanted=self._tensor(wanted),
-            attend=SlabAttention(self._slabs, rows),
-        )
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        packed = pack(rows)
+        return self._decoder.forward(packed, SlabAttention(self._slabs, packed.rows))
 
     def read_logits(self, logits: Tensor) -> NDArray[np.float32]:
         array: NDArray[np.float32] = logits.float().cpu().numpy()
@@ -138,11 +103,6 @@ def _to_bits(tensor: Tensor) -> NDArray[np.generic]:
     host = tensor.cpu()
     bits: NDArray[np.generic] = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()
     return bits
-
-
-def _fingerprint(digest: str, dtype: str, arch: Architecture) -> str:
-    facts = [digest, dtype, arch.family, arch.norm_epsilon, arch.inverse_frequencies]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def load_engine(

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.engine.packing import Packed
+from holdfast.engine.rotary import rotary_tables
 from holdfast.engine.torch.weights import DecoderWeights, LayerWeights
 from holdfast.models import Architecture
 
@@ -26,21 +28,15 @@ class Decoder:
     def __init__(self, arch: Architecture, weights: DecoderWeights) -> None:
         self.arch = arch
         self.weights = weights
-        device = weights.embedding.device
-        self._frequencies = torch.tensor(arch.inverse_frequencies, dtype=torch.float64, device=device)
+        self._device = weights.embedding.device
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, sink_positions: Tensor, wanted: Tensor, attend: Attention
-    ) -> Tensor:
-        """Logits [len(wanted), vocabulary] in float32 for the packed tokens at indices `wanted`.
-
-        tokens, positions, sink_positions: [tokens]. `positions` rotates keys and the queries that look
-        at recent keys; `sink_positions` rotates the queries that look at sink keys.
-        """
+    def forward(self, packed: Packed, attend: Attention) -> Tensor:
+        """Logits [len(packed.wanted), vocabulary] in float32."""
         arch, weights = self.arch, self.weights
-        rotation = self._rotation(positions)
-        sink_rotation = rotation if torch.equal(positions, sink_positions) else self._rotation(sink_positions)
-        x = F.embedding(tokens, weights.embedding).float()  # [tokens, hidden]
+        rotation = self._rotation(packed.positions)
+        is_same = packed.positions == packed.sink_positions
+        sink_rotation = rotation if is_same else self._rotation(packed.sink_positions)
+        x = F.embedding(self._indices(packed.tokens), weights.embedding).float()  # [tokens, hidden]
         for index, layer in enumerate(weights.layers):
             h = _norm(x, layer.attention_norm, arch.norm_epsilon)
             query, key, value = self._project(layer, h)
@@ -55,7 +51,7 @@ class Decoder:
             h = _norm(x, layer.mlp_norm, arch.norm_epsilon)
             gate, up = _linear(h, layer.gate_up).chunk(2, dim=-1)
             x = x + _linear(F.silu(gate) * up, layer.down)
-        return _logits(_norm(x[wanted], weights.norm, arch.norm_epsilon), weights.head)
+        return _logits(_norm(x[self._indices(packed.wanted)], weights.norm, arch.norm_epsilon), weights.head)
 
     def _project(self, layer: LayerWeights, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         arch = self.arch
@@ -69,10 +65,13 @@ class Decoder:
             key = _norm(key, layer.key_norm, arch.norm_epsilon)
         return query, key, value
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [tokens, 1, dim / 2]. Angles in float64: float32 loses 0.016 at position 1M."""
-        angles = positions.double()[:, None, None] * self._frequencies
-        return angles.cos().float(), angles.sin().float()
+    def _rotation(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        """cos and sin, [tokens, 1, dim / 2]."""
+        cos, sin = map(torch.from_numpy, rotary_tables(self.arch.inverse_frequencies, positions))
+        return cos.to(self._device), sin.to(self._device)
+
+    def _indices(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.errors import ModelError
 from holdfast.models import Architecture, GGUFSource, HFSource, ModelSource
 
@@ -49,21 +49,12 @@ class GGUFReader:
 
 class SafetensorsReader:
     def __init__(self, source: HFSource) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._files: dict[str, tuple[Path, Any]] = {}
-        for path in source.weight_files:
-            try:
-                file: Any = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as exc:
-                raise ModelError(f"{path} is truncated or damaged; download it again ({exc})") from exc
-            self._files |= dict.fromkeys(file.keys(), (path, file))
-        self._where = source.path
+        if (source.read_json("config.json") or {}).get("quantization"):
+            raise ModelError(f"{source.path} is quantised for MLX; use --device mlx, or the model it was made from")
+        self._checkpoint = Checkpoint(source, "pt")
 
     def read(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise ModelError(f"{self._where} lacks the tensor {name}")
-        tensor: Tensor = self._files[name][1].get_tensor(name)
+        tensor: Tensor = self._checkpoint.find(name)[1].get_tensor(name)
         return tensor
 
 
