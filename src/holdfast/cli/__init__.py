@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from holdfast import __version__
-from holdfast.cli import chat, models, samples, serve
+from holdfast.cli import bench, chat, models, samples, serve
 from holdfast.errors import HoldfastError, InvalidArgument
 
-_COMMANDS = (serve, chat, models, samples)
+_COMMANDS = (serve, chat, models, samples, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

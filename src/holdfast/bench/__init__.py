@@ -1,0 +1,1 @@
+"""Benches: what a server does under load, measured from outside, with gates that can fail."""

@@ -1,0 +1,153 @@
+"""Runs a scenario: progress on stderr, a checkpoint after every round, and a report whatever happens."""
+
+import contextlib
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from holdfast.bench.gates import Gate
+from holdfast.bench.page import HOW_TO_PLOT, Chart, page, plot
+from holdfast.bench.recording import Recording
+from holdfast.bench.report import Report, encode, write
+from holdfast.errors import HoldfastError
+
+RESULTS = Path("bench/results")
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What is measured, how it is judged and how it is drawn. `settings` is a dataclass of `config.option`s."""
+
+    name: str
+    about: str
+    settings: type[Any]
+    quick: Mapping[str, Any]  # what --quick changes
+    num_rounds: Callable[[Any], int]
+    measure: Callable[[Any, Recording], None]
+    judge: Callable[[Report], list[Gate]]
+    charts: Callable[[Any], Sequence[Chart]]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a report goes. `json`: a file beside the others, or `-` for stdout, which then has nothing else."""
+
+    folder: Path = RESULTS
+    json: str = ""
+
+
+def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = False) -> int:
+    """0 where every gate holds, 1 where one fails, 130 after Ctrl-C. An error is raised once all is saved."""
+    console = Console(stderr=True, highlight=False)
+    if is_quick:
+        console.print(f"[yellow]{scenario.name}, quick: shorter and noisier than the real run[/]")
+    with _progress(console, scenario.name, scenario.num_rounds(settings)) as (step, advance):
+        recording = Recording(
+            scenario.name,
+            command_of(scenario, settings, is_quick=is_quick),
+            dataclasses.asdict(settings),
+            is_quick=is_quick,
+            on_step=step,
+        )
+        stamp = recording.report.started_at.replace(":", "").replace("-", "").partition("+")[0]
+        path = output.folder / f"{scenario.name}-{stamp}Z.json"
+
+        def checkpoint() -> None:
+            recording.close()
+            write(path, encode(dataclasses.replace(recording.report, is_partial=True)))
+            advance()
+
+        recording.on_round = checkpoint
+        error = _measured(scenario, settings, recording)
+    report = recording.report
+    report.gates = scenario.judge(report)
+    _save(report, scenario.charts(settings), path, output, console)
+    if error is not None:
+        raise error
+    return INTERRUPTED if report.is_partial else 0 if report.passed else 1
+
+
+def _measured(scenario: Scenario, settings: Any, recording: Recording) -> HoldfastError | None:
+    """What ended it early, other than Ctrl-C. What was measured until then stays."""
+    error = None
+    try:
+        scenario.measure(settings, recording)
+    except (KeyboardInterrupt, HoldfastError) as exc:
+        recording.report.is_partial = True
+        recording.report.notes.append(f"ended early by {type(exc).__name__}")
+        error = exc if isinstance(exc, HoldfastError) else None
+    recording.close()
+    recording.caution()
+    return error
+
+
+def command_of(scenario: Scenario, settings: Any, *, is_quick: bool) -> str:
+    """The command that runs just this again."""
+    words = ["holdfast", "bench", scenario.name, *(["--quick"] if is_quick else [])]
+    for field in dataclasses.fields(settings):
+        default = scenario.quick.get(field.name, field.default) if is_quick else field.default
+        if (value := getattr(settings, field.name)) != default:
+            words += ["--" + field.name.replace("_", "-"), str(value)]
+    return shlex.join(words)
+
+
+def _save(report: Report, charts: Sequence[Chart], path: Path, output: Output, console: Console) -> None:
+    image = plot(report, charts)
+    content = encode(report)
+    write(path, content)
+    write(path.with_suffix(".html"), page(report, image).encode())
+    if image:
+        write(path.with_suffix(".png"), image)
+    _show(report, console)
+    if not image and report.figures:
+        console.print(f"[yellow]{HOW_TO_PLOT}[/]", markup=True, soft_wrap=True)
+    console.print(f"[dim]{path} and the page beside it[/]", soft_wrap=True)
+    if output.json == "-":
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+    elif output.json:
+        write(Path(output.json), content)
+
+
+def _show(report: Report, console: Console) -> None:
+    table = Table("figure", "median", "spread", "unit", box=None)
+    for name, figure in report.figures.items():
+        if found := figure.summary:
+            table.add_row(name, f"{found.median:.4g}", f"{found.low:.4g} to {found.high:.4g}", figure.unit)
+    console.print(table)
+    for note in report.notes:
+        console.print(f"[yellow]{note}[/]")
+    for gate in report.gates:
+        mark = "[green]pass[/]" if gate.passed else "[red]FAIL[/]"
+        console.print(f"{mark} {gate.name}: ", end="")
+        console.print(gate.reason, markup=False, soft_wrap=True)
+    load = f"load {report.load_before} before, {report.load_after} after"
+    console.print(f"{load}; {report.duration_s:g} s", markup=False, style="dim")
+
+
+@contextlib.contextmanager
+def _progress(
+    console: Console, name: str, num_rounds: int
+) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"{name}: starting", total=num_rounds)
+        yield (
+            lambda what: progress.update(task, description=f"{name}: {what}"),
+            lambda: progress.advance(task),
+        )

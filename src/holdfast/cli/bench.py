@@ -1,0 +1,91 @@
+"""`holdfast bench`: measure this machine, judge what came out, compare two runs."""
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.bench import overhead, responsiveness
+from holdfast.bench.compare import Verdict, cautions, compare
+from holdfast.bench.report import Figure, read
+from holdfast.bench.runner import RESULTS, Output, Scenario, run
+from holdfast.errors import ConfigError
+
+SCENARIOS = (responsiveness.SCENARIO, overhead.SCENARIO)
+
+_COLOURS: dict[Verdict, str] = {"better": "green", "worse": "red", "changed": "yellow"}
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure, judge and compare", description=__doc__)
+    actions = parser.add_subparsers(title="scenarios", required=True, metavar="NAME")
+    for scenario in SCENARIOS:
+        _add(actions, scenario)
+    listing = actions.add_parser("list", help="all scenarios")
+    listing.set_defaults(run=_list)
+    comparing = actions.add_parser("compare", help="two reports: what is better, what is worse, what is noise")
+    comparing.add_argument("before", type=Path, metavar="A", help="a report, JSON")
+    comparing.add_argument("after", type=Path, metavar="B", help="another one of the same scenario")
+    comparing.set_defaults(run=_compare)
+
+
+def _add(actions: Any, scenario: Scenario) -> None:
+    parser = actions.add_parser(
+        scenario.name,
+        help=scenario.about,
+        description=f"{scenario.about}. Exits with 1 where a gate fails; Ctrl-C keeps what was measured.",
+    )
+    parser.add_argument("--quick", action="store_true", help="within 50 s on two cores: shorter and noisier")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--json", default="", metavar="FILE", help="the report here too; -: stdout, and nothing else")
+    group = parser.add_argument_group("settings")
+    for field in dataclasses.fields(scenario.settings):
+        quick = scenario.quick.get(field.name)
+        about = f"{field.metadata['help']} (default: {field.default}{'' if quick is None else f'; quick: {quick}'})"
+        name, kind = field.name.replace("_", "-"), type(field.default)
+        group.add_argument(f"--{name}", type=kind, metavar="TEXT" if kind is str else "N", help=about)
+    parser.set_defaults(run=lambda arguments: _run(scenario, arguments))
+
+
+def _run(scenario: Scenario, arguments: argparse.Namespace) -> int:
+    values = dict(scenario.quick) if arguments.quick else {}
+    for field in dataclasses.fields(scenario.settings):
+        if (given := getattr(arguments, field.name)) is None:
+            continue
+        least = field.metadata["least"]
+        if not isinstance(given, str) and not least <= given < math.inf:
+            raise ConfigError(f"{field.name} must be {least} or more, got {given}")
+        values[field.name] = given
+    settings = scenario.settings(**values)
+    return run(scenario, settings, Output(arguments.output, arguments.json), is_quick=arguments.quick)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    table = Table("scenario", "what", box=None)
+    for scenario in SCENARIOS:
+        table.add_row(scenario.name, scenario.about)
+    Console().print(table)
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    before, after = read(arguments.before), read(arguments.after)
+    table = Table("figure", "A", "B", "B / A", "verdict", "unit", box=None)
+    for one in compare(before, after):
+        colour = _COLOURS.get(one.verdict, "dim")
+        said = f"[{colour}]{one.verdict}[/]"
+        table.add_row(one.name, _shown(one.before), _shown(one.after), f"{one.ratio:.3g}", said, one.before.unit)
+    console = Console(highlight=False)
+    for caution in cautions(before, after):
+        console.print(f"[yellow]{caution}[/]", soft_wrap=True)
+    console.print(table)
+    return 0
+
+
+def _shown(figure: Figure) -> str:
+    found = figure.summary
+    return f"{found.median:.4g} ({found.low:.4g} to {found.high:.4g})" if found else ""

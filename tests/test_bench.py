@@ -1,0 +1,402 @@
+"""Benches: the arithmetic, gates that can fail, reports, comparisons, and one short run of the real thing."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.bench import page as drawing
+from holdfast.bench import responsiveness
+from holdfast.bench.canned import Script
+from holdfast.bench.checking import problem
+from holdfast.bench.compare import cautions, compare, verdict
+from holdfast.bench.gates import Gate, all_right, control, median_at_least, median_at_most, percentile_at_most
+from holdfast.bench.load import QUESTION
+from holdfast.bench.measure import median, percentile, summarize, thinned
+from holdfast.bench.page import Chart, page, plot
+from holdfast.bench.processes import ProcessFailed, started
+from holdfast.bench.recording import Recording
+from holdfast.bench.report import Figure, Report, encode, read, write
+from holdfast.bench.runner import Output, Scenario, command_of, run
+from holdfast.bench.stages import stage_of
+from holdfast.bench.wire import first_message, request, response
+from holdfast.cli import main
+from holdfast.errors import ConfigError, InvalidArgument
+from tests.serving import default_chat
+
+# The arithmetic
+
+
+def test_percentiles_lie_between_their_neighbours() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert percentile([1.0, 2.0], 95) == pytest.approx(1.95)
+    assert percentile([7.0], 99) == 7.0
+    assert (percentile([3.0, 1.0], 0), percentile([3.0, 1.0], 100)) == (1.0, 3.0)
+    assert summarize([3.0, 1.0, 2.0]).median == median([1.0, 2.0, 3.0]) == 2.0
+
+
+@pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
+def test_percentiles_of_nothing_or_of_no_numbers_are_refused(values: list[float]) -> None:
+    with pytest.raises(InvalidArgument):
+        percentile(values, 50)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1), st.floats(0, 100))
+def test_percentiles_never_leave_the_spread(values: list[float], rank: float) -> None:
+    assert min(values) <= percentile(values, rank) <= max(values)
+
+
+def test_thinning_keeps_the_course_and_the_limit() -> None:
+    assert thinned([1.0, 2.0, 3.0], 5) == [1.0, 2.0, 3.0]
+    assert thinned([float(i) for i in range(10)], 4) == [0.0, 3.0, 6.0, 9.0]
+    assert thinned([], 4) == []
+
+
+# Gates
+
+JUDGES: dict[str, Callable[[list[float]], Gate]] = {
+    "percentile_at_most": lambda values: percentile_at_most("g", values, 95, 25.0, "ms"),
+    "median_at_least": lambda values: median_at_least("g", values, 85.0, "1/s"),
+    "median_at_most": lambda values: median_at_most("g", values, 1.0, "times"),
+}
+
+
+@pytest.mark.parametrize("judge", JUDGES.values(), ids=JUDGES)
+@pytest.mark.parametrize("values", [[], [0.0, 0.0], [math.nan, 1.0], [math.inf]], ids=str)
+def test_what_cannot_be_judged_fails(judge: Callable[[list[float]], Gate], values: list[float]) -> None:
+    assert not judge(values).passed
+
+
+def test_gates_hold_and_fail_at_their_limits() -> None:
+    assert percentile_at_most("g", [25.0] * 100, 95, 25.0, "ms").passed
+    assert percentile_at_most("g", [1.0] * 96 + [900.0] * 4, 95, 25.0, "ms").passed
+    assert not percentile_at_most("g", [1.0] * 90 + [900.0] * 10, 95, 25.0, "ms").passed
+    assert median_at_least("g", [85.0, 85.0, 1.0], 85.0, "1/s").passed
+    assert not median_at_least("g", [84.0, 84.0, 500.0], 85.0, "1/s").passed
+    assert median_at_most("g", [0.5, 2.0, 0.5], 1.0, "times").passed
+    assert not median_at_most("g", [1.5, 2.0, 0.5], 1.0, "times").passed
+
+
+def test_nothing_done_is_not_all_right() -> None:
+    assert all_right("g", 10, 0).passed
+    assert not all_right("g", 10, 1, "status 500").passed
+    assert not all_right("g", 0, 0).passed
+
+
+def test_a_control_must_fail_and_must_be_measured() -> None:
+    failed, held = Gate("g", False, "slow"), Gate("g", True, "fast")
+    assert control("c", failed, 5).passed
+    assert not control("c", held, 5).passed
+    assert not control("c", failed, 0).passed
+
+
+def _measured(lane_ms: float, inline_ms: float, *, num_wrong: int = 0) -> Report:
+    recording = Recording("responsiveness", "holdfast bench responsiveness", {})
+    for mode, value in (("inline", inline_ms), ("lane", lane_ms), ("threads", inline_ms)):
+        recording.extend(f"{mode}/health_ms", "ms", [value] * 20)
+        recording.extend(f"{mode}/answered", "", [20.0])
+        recording.extend(f"{mode}/wrong", "", [float(num_wrong)])
+        recording.extend(f"{mode}/records_wrong", "", [0.0])
+        recording.figure(f"{mode}/health_p95", "ms", value, "lower")
+        recording.figure(f"{mode}/chats_per_s", "1/s", 100.0, "higher")
+    recording.ratio("lane:inline/health_p95", "lane/health_p95", "inline/health_p95", "lower")
+    recording.close()
+    return recording.report
+
+
+def _failed(report: Report) -> set[str]:
+    return {gate.name for gate in responsiveness.judge(report) if not gate.passed}
+
+
+def test_responsiveness_is_judged_by_the_lane_with_inline_as_its_control() -> None:
+    assert not _failed(_measured(10.0, 100.0))
+    assert _failed(_measured(30.0, 100.0)) == {"health_p95"}
+    assert _failed(_measured(10.0, 8.0)) == {"control_inline", "lane_beats_inline"}
+    assert _failed(_measured(10.0, 100.0, num_wrong=1)) == {"replies"}
+    assert len(_failed(Report(scenario="responsiveness", command="", started_at=""))) == 6
+
+
+# Reports
+
+
+def test_a_report_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    report = _measured(10.0, 100.0)
+    report.gates = responsiveness.judge(report)
+    path = tmp_path / "results" / "one.json"
+    write(path, encode(report))
+    assert read(path) == report
+    assert report.passed
+    assert report.hardware["cores"]
+    assert report.versions["holdfast"]
+    assert [file.name for file in path.parent.iterdir()] == ["one.json"]
+
+
+def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    for content in (b"{}", b"not JSON", encode(_measured(1.0, 1.0)).replace(b"holdfast-bench/1", b"holdfast-bench/0")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError):
+            read(path)
+    with pytest.raises(ConfigError):
+        read(tmp_path / "missing.json")
+    with pytest.raises(ConfigError):
+        write(path / "below-a-file.json", b"")
+
+
+CHARTS = (
+    Chart("a", "distribution", ("lane/health_ms", "inline/health_ms"), "ms", is_log=True),
+    Chart("b", "course", ("lane/chats_per_s",), "1/s"),
+    Chart("c", "bars", ("lane/health_p95", "inline/health_p95"), "ms"),
+    Chart("d", "bars", ("nobody measured this",), "ms"),
+)
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_it_shows() -> None:
+    report = _measured(10.0, 100.0)
+    report.notes = ["<script>"]
+    report.gates = [Gate("health_p95", False, "too <slow>")]
+    text = page(report, b"\x89PNG")
+    assert "data:image/png;base64," in text
+    assert "&lt;script&gt;" in text
+    assert "too &lt;slow&gt;" in text
+    assert "://" not in text
+    assert drawing.HOW_TO_PLOT.partition(":")[0] in page(report, None)
+
+
+def test_plots_are_drawn_where_matplotlib_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = _measured(10.0, 100.0)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        assert plot(report, CHARTS) is None
+    pytest.importorskip("matplotlib")
+    image = plot(report, CHARTS)
+    assert image is not None
+    assert image.startswith(b"\x89PNG")
+    assert plot(report, CHARTS[3:]) is None
+
+
+# Comparisons
+
+
+def _figure(*values: float, better: Any = "lower") -> Figure:
+    figure = Figure("ms", better)
+    for value in values:
+        figure.add(value)
+    return figure
+
+
+def test_a_difference_within_the_spread_is_noise() -> None:
+    before = _figure(10.0, 11.0, 12.0, 14.0)
+    assert verdict(before, _figure(9.0, 9.5, 10.5, 11.0)) == "noise"
+    assert verdict(before, _figure(5.0, 6.0, 7.0, 8.0)) == "better"
+    assert verdict(before, _figure(15.0, 16.0, 17.0, 18.0)) == "worse"
+    assert verdict(before, before) == "noise"
+    assert verdict(before, _figure(1.0, 1.0, 1.0)) == "too few rounds"
+
+
+def test_the_direction_belongs_to_the_figure() -> None:
+    low, high = (1.0, 1.0, 1.1, 1.2), (2.0, 2.1, 2.2, 2.3)
+    assert verdict(_figure(*low, better="higher"), _figure(*high)) == "better"
+    assert verdict(_figure(*high, better="higher"), _figure(*low)) == "worse"
+    assert verdict(_figure(*low, better=""), _figure(*high)) == "changed"
+
+
+def test_reports_are_compared_with_a_word_of_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = _measured(20.0, 100.0), _measured(10.0, 100.0)
+    before.figures = {"lane/health_p95": _figure(20.0, 21.0, 22.0, 23.0)}
+    after.figures = {"lane/health_p95": _figure(10.0, 10.5, 11.0, 11.5), "new": _figure(1.0)}
+    (found,) = compare(before, after)
+    assert (found.verdict, found.ratio) == ("better", pytest.approx(0.5))
+    before.load_before, after.load_before = [0.1], [64.0]
+    after.settings, after.is_quick, after.is_partial = {"rounds": 1}, True, True
+    after.hardware = before.hardware | {"cpu": "another"}
+    assert len(cautions(before, after)) == 5
+    assert not cautions(before, before)
+    for name, report in (("a", before), ("b", after)):
+        write(tmp_path / f"{name}.json", encode(report))
+    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    out = capsys.readouterr().out
+    assert "better" in out
+    assert "different machines" in out
+    before.scenario = "overhead"
+    with pytest.raises(InvalidArgument):
+        compare(before, after)
+
+
+# The runner
+
+
+def _scenario(measure: Callable[[Any, Recording], None]) -> tuple[Scenario, Any]:
+    settings = responsiveness.Settings(rounds=2)
+    scenario = Scenario(
+        name="tried",
+        about="nothing",
+        settings=responsiveness.Settings,
+        quick={"seconds": 1.5},
+        num_rounds=lambda settings: settings.rounds,
+        measure=measure,
+        judge=lambda report: [median_at_least("speed", report.values("speed"), 1.0, "1/s")],
+        charts=lambda settings: [Chart("speed", "course", ("speed",), "1/s")],
+    )
+    return scenario, settings
+
+
+def _one_round(settings: Any, recording: Recording) -> None:
+    recording.step("round 1")
+    recording.figure("speed", "1/s", 2.0, "higher")
+    recording.on_round()
+
+
+def test_a_gate_that_fails_fails_the_run(tmp_path: Path) -> None:
+    scenario, settings = _scenario(_one_round)
+    assert run(scenario, settings, Output(tmp_path)) == 0
+    slow, _ = _scenario(lambda settings, recording: recording.figure("speed", "1/s", 0.5))
+    assert run(slow, settings, Output(tmp_path / "slow", str(tmp_path / "copy.json"))) == 1
+    assert not read(tmp_path / "copy.json").passed
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(settings: Any, recording: Recording) -> None:
+        _one_round(settings, recording)
+        (checkpoint,) = (read(file) for file in tmp_path.glob("*.json"))
+        assert (checkpoint.is_partial, checkpoint.values("speed")) == (True, [2.0])
+        raise KeyboardInterrupt
+
+    scenario, settings = _scenario(interrupted)
+    assert run(scenario, settings, Output(tmp_path, "-"), is_quick=True) == 130
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["is_partial"] is True
+    assert "quick" in captured.err
+    (report,) = (read(file) for file in tmp_path.glob("*.json"))
+    assert report.is_partial
+    assert report.values("speed") == [2.0]
+    assert report.duration_s >= 0
+    assert {file.suffix for file in tmp_path.iterdir()} >= {".json", ".html"}
+
+
+def test_an_error_is_raised_once_all_is_saved(tmp_path: Path) -> None:
+    def broken(settings: Any, recording: Recording) -> None:
+        _one_round(settings, recording)
+        raise ProcessFailed("gone")
+
+    scenario, settings = _scenario(broken)
+    with pytest.raises(ProcessFailed):
+        run(scenario, settings, Output(tmp_path))
+    (report,) = (read(file) for file in tmp_path.glob("*.json"))
+    assert report.is_partial
+    assert report.notes == ["ended early by ProcessFailed"]
+
+
+def test_the_command_in_a_report_runs_it_again() -> None:
+    scenario, settings = _scenario(_one_round)
+    assert command_of(scenario, settings, is_quick=False) == "holdfast bench tried --rounds 2"
+    assert command_of(scenario, settings, is_quick=True) == "holdfast bench tried --quick --rounds 2 --seconds 8.0"
+
+
+def test_settings_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "overhead", "--rounds", "0"]) == 2
+    assert "rounds must be 1 or more" in capsys.readouterr().err
+    assert main(["bench", "list"]) == 0
+    assert "responsiveness" in capsys.readouterr().out
+
+
+# The ends of a bench
+
+
+def test_a_message_is_whole_or_not_there() -> None:
+    sent = request("POST", "/sessions", b"{}") + response(b"[1]")
+    first = first_message(bytearray(sent))
+    assert first is not None
+    assert sent[slice(*first)] == b"{}"
+    second = first_message(bytearray(sent[first[1] :]))
+    assert second is not None
+    assert sent[first[1] :][slice(*second)] == b"[1]"
+    assert all(first_message(bytearray(sent[:end])) is None for end in range(first[1]))
+    assert first_message(bytearray(b"HTTP/1.1 204 No Content\r\n\r\n")) == (27, 27)
+
+
+def test_a_question_has_64_tokens() -> None:
+    assert len(default_chat().model.tokenizer.encode(QUESTION)) == 64
+
+
+def test_a_record_that_lost_something_is_found_out() -> None:
+    script = Script(4, 64)
+    record = {"response": json.loads(script.reply())}
+    assert problem([record], [1, *script.token_ids], script) == ""
+    assert "records" in problem([], script.token_ids, script)
+    assert "token ids" in problem([record], [1, 2, 3, 4], script)
+    cut = {"response": json.loads(script.reply(with_payload=False))}
+    assert "not what the upstream sent" in problem([cut], script.token_ids, script)
+
+
+def test_stages_are_told_apart_by_file() -> None:
+    assert stage_of("/x/holdfast/backends/validation.py") == "decode"
+    assert stage_of("/x/holdfast/backends/transport.py") == "upstream"
+    assert stage_of("/x/site-packages/uvicorn/protocols/http/h11_impl.py") == "client"
+    assert stage_of("/x/asyncio/selector_events.py") == "sockets"
+    assert stage_of("/x/json/decoder.py") is None
+
+
+def test_a_process_that_dies_says_why() -> None:
+    with started("canned", "not JSON") as child, pytest.raises(ProcessFailed, match="JSON is malformed"):
+        child.read(str, timeout_s=60)
+
+
+# The real thing, for a moment
+
+
+def test_json_on_stdout_is_all_there_is_and_the_report_is_whole(tmp_path: Path) -> None:
+    short = {"sessions": 4, "turns": 2, "payload-kib": 100, "rounds": 1, "seconds": 0.5, "ramp-s": 0.1, "warmup-s": 0}
+    flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "holdfast.cli", "bench", "responsiveness", *flags]
+    done = subprocess.run(
+        [*command, "--json", "-", "--output", str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    report = json.loads(done.stdout)
+    assert report["scenario"] == "responsiveness"
+    assert report["command"].startswith("holdfast bench responsiveness --sessions 4 --turns 2")
+    assert report["settings"]["payload_kib"] == 100
+    assert not report["is_partial"]
+    assert report["load_before"]
+    gates = {gate["name"]: gate for gate in report["gates"]}
+    assert set(gates) == {
+        "health_p95",
+        "chats_per_s",
+        "lane_beats_inline",
+        "control_inline",
+        "replies",
+        "records",
+    }
+    assert gates["replies"]["passed"], report["notes"]
+    assert gates["records"]["passed"], report["notes"]
+    for mode in ("inline", "lane", "threads"):
+        assert report["series"][f"{mode}/health_ms"]["values"]
+        for name in ("health_p50", "health_p95", "health_p99", "chats_per_s", "cpu_server", "cpu_decode", "rss"):
+            assert report["figures"][f"{mode}/{name}"]["summary"]["count"] == 1
+    assert "pass replies" in done.stderr
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text()) == report
+    assert path.with_suffix(".html").exists()
+
+
+def test_overhead_is_measured_beside_the_straight_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"sessions": 4, "rounds": 1, "seconds": 0.5, "ramp-s": 0, "alone-s": 0.5, "kept-sessions": 100}
+    flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
+    main(["bench", "overhead", *flags, "--json", "-", "--output", str(tmp_path)])
+    report = json.loads(capsys.readouterr().out)
+    gates = {gate["name"]: gate for gate in report["gates"]}
+    assert set(gates) == {"replies", "records", "memory_was_seen_to_grow"}
+    assert gates["replies"]["passed"], report["notes"]
+    assert gates["records"]["passed"], report["notes"]
+    figures = report["figures"]
+    assert figures["straight/turns_per_s"]["values"][0] > figures["served/turns_per_s"]["values"][0] > 0
+    assert figures["added/alone_p50"]["values"][0] > 0
+    assert len(report["series"]["rss"]["values"]) == 11
