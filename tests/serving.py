@@ -111,9 +111,11 @@ def wordy_engine(**options: Any) -> SlowEngine:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: Engine, chat: Chat | None = None, **options: Any) -> AsyncIterator[Server]:
+async def serving(
+    engine: Engine, chat: Chat | None = None, *, max_recompute: int = 65536, **options: Any
+) -> AsyncIterator[Server]:
     metrics = Metrics()
-    worker = Worker(engine, on_step=metrics.observe_step)
+    worker = Worker(engine, on_step=metrics.observe_step, max_recompute_tokens=max_recompute)
     config = ServeConfig(**{"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "drain_s": 2.0, "max_parked": 0} | options)
     async with (
         running(EmbeddedBackend(worker, model_of(engine)), config, metrics, chat) as doors,

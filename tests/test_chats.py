@@ -70,12 +70,13 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def chatting(**options: Any) -> AsyncIterator[Client]:
+    max_recompute = options.pop("max_recompute", 65536)
     chat_options = {key: options.pop(key) for key in ("max_rollback", "edited_reply", "matcher") if key in options}
     shape = SlabShape(recent=512, max_pin=256, prefill_chunk=64, rewind_tokens=256)
     engine = ScriptedEngine({}, num_slabs=4, shape=shape, forward_s=0.0, vocab_size=VOCABULARY)
     chat = Chat(qwen3(), ChatConfig(**chat_options))
     async with (
-        serving(engine, chat, **options) as server,
+        serving(engine, chat, max_recompute=max_recompute, **options) as server,
         httpx.AsyncClient(base_url=f"http://{server.http}", timeout=30) as http,
     ):
         yield Client(server, engine, http)
@@ -280,6 +281,62 @@ async def test_a_fork_shares_the_past_and_nothing_else() -> None:
         assert [message["content"] for message in (await client.info(session))["messages"]] == ["a", "One."]
         assert (await client.info(fork))["label"] == "two"
         assert (await client.say(session, [user("a"), one, user("c")], "Three.")).status_code == 200
+
+
+async def test_a_fork_after_an_abandoned_retry_has_all_turns() -> None:
+    async with chatting() as client:
+        client.engine.forward_s = 0.005
+        session = await client.open()
+        one = await client.message(session, [user("a")], "One.")
+        two = await client.message(session, [user("a"), one, user("b")], "Two.")
+        body = {"messages": [user("a"), one, user("other")], "stream": True, "max_tokens": 500}
+        async with client.http.stream("POST", f"/sessions/{session}/v1/chat/completions", json=body) as stream:
+            async for _ in stream.aiter_lines():
+                break
+        for _ in range(300):
+            if not (await client.info(session))["is_busy"]:
+                break
+            await asyncio.sleep(0.01)
+        fork = (await client.http.post(f"/sessions/{session}/fork")).json()["session_id"]
+        assert (await client.info(fork))["turns"] == 2
+        reply = await client.say(fork, [user("a"), one, user("b"), two, user("c")], "Three.")
+        assert reply.status_code == 200
+        assert "holdfast-branched" not in reply.headers
+        assert "Two." in await client.text(fork)
+
+
+async def test_a_cancelled_turn_is_taken_back_however_long_the_history_is() -> None:
+    async with chatting(max_recompute=10) as client:
+        client.engine.forward_s = 0.002
+        session = await client.open()
+        long = "word " * 300
+        one = await client.message(session, [user(long)], "One.", truncation="auto")
+        length = (await client.info(session))["history_length"]
+        body = {"messages": [user(long), one, user(long)], "stream": True, "max_tokens": 500}
+        async with client.http.stream("POST", f"/sessions/{session}/v1/chat/completions", json=body) as stream:
+            async for _ in stream.aiter_lines():
+                break
+        for _ in range(500):
+            if not (await client.info(session))["is_busy"]:
+                break
+            await asyncio.sleep(0.01)
+        assert (await client.info(session))["history_length"] == length
+        assert (await client.say(session, [user(long), one, user("b")])).status_code == 200
+
+
+async def test_a_record_keeps_what_was_new_and_shows_the_whole() -> None:
+    async with chatting() as client:
+        session = await client.open()
+        messages: list[Any] = []
+        for number in range(4):
+            messages.append(user(f"Question {number}? " * 20))
+            messages.append(await client.message(session, messages, "Yes."))
+        records = (await client.info(session))["records"]
+        asked = [[message["content"] for message in record["request"]["messages"]] for record in records]
+        assert asked[-1] == [message["content"] for message in messages[:-1]]
+        light = (await client.http.get(f"/sessions/{session}?payloads=false")).json()["records"]
+        assert "input_ids" in records[-1]["request"]
+        assert "input_ids" not in light[-1]["request"]
 
 
 async def test_the_system_prompt_and_the_tools_stay_in_the_window() -> None:

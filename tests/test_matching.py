@@ -32,6 +32,7 @@ def _call(**changes: Any) -> dict[str, Any]:
         _given(reasoning_content=None),
         _given(reasoning_content=None, reasoning="Hm."),
         _given(tool_calls=[_call(arguments='{"b":[true],"a":1}')]),
+        _given(tool_calls=[_call(arguments='{"a": 1.0, "b": [true]}')]),
         _given(tool_calls=[_call(index=0)]),
         _given(name="bot"),
     ],

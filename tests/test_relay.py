@@ -19,10 +19,11 @@ from tests.serving import default_chat
 from tests.talking import as_events_text, chat_path, error_of, open_session, said, until
 
 
-def fake_upstream(**options: Any) -> FakeSGLang:
+def fake_upstream(context: int = 4096, **options: Any) -> FakeSGLang:
     tokenizer = default_chat().model.tokenizer
     model = FakeModel(
         vocab_size=tokenizer.inner.get_vocab_size(),
+        context=context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special=True),
     )
     return FakeSGLang(model, **options)
@@ -30,7 +31,7 @@ def fake_upstream(**options: Any) -> FakeSGLang:
 
 @contextlib.asynccontextmanager
 async def chatting(**options: Any) -> AsyncIterator[tuple[Relay, FakeSGLang]]:
-    fake = {key: options.pop(key) for key in ("delay_s", "routed_experts") if key in options}
+    fake = {key: options.pop(key) for key in ("context", "delay_s", "routed_experts") if key in options}
     async with fake_upstream(**fake) as upstream:
         vocab_size = upstream.model.vocab_size
         async with relaying(upstream.url, default_chat(), vocab_size, **options) as relay:
@@ -339,6 +340,32 @@ def _mangled(good: bytes, source: random.Random) -> bytes:
             )
             body = bytearray(bytes(body).replace(old, new, 1))
     return bytes(body) or b" "
+
+
+async def test_headers_that_HTTP_cannot_carry_do_not_break_a_recorded_turn() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        upstream.faults.append(Fault(headers={"x-odd": "\u4f60\u597d", "x-plain": "yes"}))
+        reply = await relay.http.post(chat_path(session), json=said("Hi"))
+        assert reply.status_code == 200
+        assert reply.headers["x-plain"] == "yes"
+
+
+async def test_stateless_requests_reach_the_upstream_within_its_context_and_refuse_what_it_cannot_do() -> None:
+    async with chatting(context=60) as (relay, _):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "seed": 1}
+        assert (await relay.http.post("/v1/chat/completions", json=body)).status_code == 200
+        refused = await relay.http.post(
+            "/v1/chat/completions", json=body | {"response_format": {"type": "json_object"}, "max_tokens": 4}
+        )
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "response_format")
+
+
+async def test_whatever_the_client_calls_the_model_the_upstream_hears_its_own_name() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        assert (await relay.http.post(chat_path(session), json=said("Hi", model="gpt-9"))).status_code == 200
+        assert chats_of(upstream)[0]["model"] == "fake-model"
 
 
 async def test_upstream_requests_are_counted() -> None:

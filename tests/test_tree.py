@@ -90,6 +90,26 @@ def test_of_equal_siblings_the_one_on_the_way_to_the_tip_is_taken() -> None:
     assert tree.match(ROOT, request, normal).node is old
 
 
+def test_more_agreeing_messages_beat_more_turns() -> None:
+    tree = Tree()
+    one, two = said("x"), said("y")
+    fields: Any = {"root": ROOT, "given": [1], "sampled": [], "finish_reason": "stop"}
+    whole = tree.attach(tree.root, messages=[user("a"), one, user("b"), two, user("c")], reply=said("z"), **fields)
+    first = tree.attach(tree.root, messages=[user("a")], reply=one, **fields)
+    tree.attach(first, messages=[user("b")], reply=two, **fields)
+    request = [user("a"), one, user("b"), two, user("c"), said("z"), user("d")]
+    assert tree.match(ROOT, request, normal).node is whole
+
+
+def test_a_message_that_stands_so_elsewhere_on_record_is_no_edit() -> None:
+    tree = Tree()
+    fields: Any = {"root": ROOT, "given": [1], "sampled": [], "finish_reason": "stop"}
+    tree.attach(tree.root, messages=[user("a"), said("mine"), user("b")], reply=said("z"), **fields)
+    tree.attach(tree.root, messages=[user("a")], reply=said("q"), **fields)
+    match = tree.match(ROOT, [user("a"), said("mine"), user("other")], normal)
+    assert (match.node, match.edited) == (tree.root, None)
+
+
 def test_other_tools_are_another_root() -> None:
     tree = Tree()
     attach(tree, tree.root, "a", "A")

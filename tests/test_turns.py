@@ -128,6 +128,46 @@ async def test_a_pause_may_end_what_runs() -> None:
         assert error_of(await relay.http.post("/control/pause?mode=odd"))["param"] == "mode"
 
 
+async def test_a_turn_that_waits_in_the_queue_does_not_begin_while_paused() -> None:
+    async with chatting(delay_s=0.2, max_concurrent=1) as (relay, upstream):
+        one, two = await open_session(relay.http), await open_session(relay.http)
+        first = asyncio.ensure_future(relay.http.post(chat_path(one), json=said("Hi", max_tokens=1)))
+        await until(lambda: len(upstream.requests) == 1)
+        second = asyncio.ensure_future(relay.http.post(chat_path(two), json=said("Hi", max_tokens=1)))
+        await asyncio.sleep(0.05)
+        await relay.http.post("/control/pause")
+        assert (await first).status_code == 200
+        await asyncio.sleep(0.1)
+        assert len(upstream.requests) == 1
+        await relay.http.post("/control/resume")
+        assert (await second).status_code == 200
+
+
+async def test_a_turn_that_ends_in_time_is_recorded_while_draining(tmp_path: Any) -> None:
+    keeping = {"data_dir": str(tmp_path), "drain_s": 10.0}
+    async with contextlib.AsyncExitStack() as stack:
+        relay, upstream = await stack.enter_async_context(chatting(delay_s=0.3, **keeping))
+        session = await open_session(relay.http)
+        async with httpx.AsyncClient(base_url=relay.http.base_url, timeout=20) as client:
+            turn = asyncio.ensure_future(client.post(chat_path(session), json=said("Hi", max_tokens=2)))
+            await until(lambda: bool(upstream.requests))
+            await stack.aclose()
+            assert (await turn).status_code == 200
+    async with chatting(**keeping) as (relay, _):
+        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
+
+
+async def test_a_replay_is_what_the_client_got_not_what_was_kept() -> None:
+    async with chatting(routed_experts="AAAA", routing_replay="full") as (relay, _):
+        session = await open_session(relay.http)
+        first = await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)
+        assert b"AAAA" not in first.content
+        again = await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)
+        assert again.content == first.content
+        (record,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]
+        assert record["response"]["choices"][0]["meta_info"]["routed_experts"] == "AAAA"
+
+
 async def test_each_turn_knows_the_weights_it_was_sampled_with() -> None:
     async with serving(wordy_engine(), default_chat(), weight_version="1") as server, client_of(server) as client:
         session = await open_session(client)

@@ -106,6 +106,8 @@ class _Load:
             connection.close()
 
     async def _ask_health(self, free: list[Connection]) -> None:
+        while free and not free[-1].is_open:  # servers close what was idle for some seconds
+            free.pop()
         connection = free.pop() if free else await opened(self.order.address)
         started = time.perf_counter()
         reply = await connection.ask(_HEALTH)

@@ -39,8 +39,12 @@ class Connection(asyncio.Protocol):
         self._waiting: asyncio.Future[Reply] | None = None
         self._transport: asyncio.WriteTransport | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
     async def ask(self, sent: bytes) -> Reply:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or not self.is_open:
             raise ConnectionResetError("the connection is closed")
         self._waiting = asyncio.get_running_loop().create_future()
         self._transport.write(sent)
