@@ -171,3 +171,25 @@ def test_the_example_runs(server: Process) -> None:
     assert "Paris" in done.stdout
     prefilled = [int(number) for number in re.findall(r"(\d+) tokens prefilled", done.stdout)]
     assert prefilled[1] < prefilled[0]
+
+
+def test_sessions_are_listed_shown_and_closed(server: Process) -> None:
+    address = server.banner.split("gRPC")[1].split()[0]
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        request = pb.CreateSessionRequest(client_label="mine", token_ids=[1, 2])
+        session = stub.CreateSession(request).session_id
+
+    def command(*words: str) -> "subprocess.CompletedProcess[str]":
+        words = ("sessions", *words, "--server", address)
+        return subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False, timeout=60)
+
+    listed = command("list")
+    assert session in listed.stdout
+    assert "mine" in listed.stdout
+    assert "history_length: 2" in command("show", session).stdout
+    assert command("close", session).stdout == f"{session}: closed after 2 tokens\n"
+    gone = command("show", session)
+    assert gone.returncode == 1
+    assert "it was closed" in gone.stderr
+    assert session not in command("list").stdout

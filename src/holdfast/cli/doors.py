@@ -1,5 +1,7 @@
 """Whether a server's doors could open: addresses, keys, and the server behind. Binds for a moment, sends nothing."""
 
+import ssl
+
 from holdfast.cli.diagnosis import Finding
 from holdfast.config import ServeConfig, UpstreamConfig
 from holdfast.errors import ConfigError
@@ -13,6 +15,8 @@ def judge_doors(doors: ServeConfig, upstream: UpstreamConfig) -> list[Finding]:
         keys = read_keys(doors.keys_file)
     except ConfigError as exc:
         findings.append(Finding("keys", "problem", str(exc)))
+    if doors.tls_cert or doors.tls_key:
+        findings.append(_judge_certificate(doors.tls_cert, doors.tls_key))
     findings.append(_judge_address("gRPC door", doors.grpc, keys, insecure=doors.insecure))
     if not doors.http:
         findings.append(Finding("HTTP door", "ok", "none: --http HOST:PORT opens it"))
@@ -38,3 +42,15 @@ def _judge_address(what: str, address: str, keys: Keys, *, insecure: bool) -> Fi
         return Finding(what, "problem", str(exc))
     is_open = split_address(address)[1] == 0
     return Finding(what, "ok", f"{address} is {'any free port' if is_open else 'free'}")
+
+
+def _judge_certificate(chain: str, key: str) -> Finding:
+    if not (chain and key):
+        return Finding("TLS", "problem", "TLS needs both --tls-cert and --tls-key")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key)
+    except ssl.SSLError:
+        return Finding("TLS", "problem", f"{chain} and {key} are not a certificate and its key: give a pair in PEM")
+    except OSError as exc:
+        return Finding("TLS", "problem", f"cannot read {chain} or {key}: {exc.strerror}; give files that can be read")
+    return Finding("TLS", "ok", f"{chain} and its key")

@@ -1,26 +1,46 @@
 """What sessions report to the metrics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import Gauge
 
 from holdfast.generation import Done, Event, Sampled
 from holdfast.observability.metrics import Metrics
 from holdfast.sessions.view import SessionState, SessionView
 
 
-def watch_sessions(metrics: Metrics, views: Callable[[], Sequence[SessionView]]) -> None:
-    """Gauges that look when they are asked."""
+def watch_sessions(metrics: Metrics, views: Callable[[], Iterable[SessionView]]) -> None:
+    """Gauges that look when they are asked. Sessions may be many, so the first gauge looks at them for all."""
+    seen: dict[Gauge, float] = {}
 
-    def total(field: str) -> Callable[[], float]:
-        return lambda: float(sum(getattr(view, field) or 0 for view in views()))
+    def look() -> None:
+        seen.clear()
+        for view in views():
+            is_parked = view.state is SessionState.PARKED
+            for gauge, amount in (
+                (metrics.session_parked if is_parked else metrics.session_active, 1),
+                (metrics.session_kv_live_bytes, view.kv_live_bytes or 0),
+                (metrics.session_kv_reserved_bytes, view.kv_reserved_bytes or 0),
+                (metrics.session_history_tokens, view.history_length),
+            ):
+                seen[gauge] = seen.get(gauge, 0.0) + amount
 
-    def count(is_parked: bool) -> Callable[[], float]:
-        return lambda: float(sum((view.state is SessionState.PARKED) is is_parked for view in views()))
+    def total(gauge: Gauge) -> Callable[[], float]:
+        def read() -> float:
+            if gauge is metrics.session_active:  # which is read before the others
+                look()
+            return seen.get(gauge, 0.0)
 
-    metrics.session_active.set_function(count(False))
-    metrics.session_parked.set_function(count(True))
-    metrics.session_kv_live_bytes.set_function(total("kv_live_bytes"))
-    metrics.session_kv_reserved_bytes.set_function(total("kv_reserved_bytes"))
-    metrics.session_history_tokens.set_function(total("history_length"))
+        return read
+
+    for gauge in (
+        metrics.session_active,
+        metrics.session_parked,
+        metrics.session_kv_live_bytes,
+        metrics.session_kv_reserved_bytes,
+        metrics.session_history_tokens,
+    ):
+        gauge.set_function(total(gauge))
 
 
 def observe_batch(metrics: Metrics, batch: Sequence[Event], since_s: float, *, is_first: bool) -> None:

@@ -46,8 +46,8 @@ class SessionView:
 PARKED = BackendView(
     history_length=0,
     num_dropped=0,
-    kv_live_bytes=0,
-    kv_reserved_bytes=0,
+    kv_live_bytes=None,  # there is no cache: nothing, not zero bytes of one
+    kv_reserved_bytes=None,
     inv1_violations=0,
     inv2_violations=0,
     failure=None,

@@ -1,0 +1,371 @@
+"""`holdfast doctor`: what is found, how it is judged, and that the judgement is that of `serve`."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.chat.probe import Abilities
+from holdfast.cli import examination, main
+from holdfast.cli.data_directory import DataDirectory, look_at_data
+from holdfast.cli.diagnosis import (
+    Device,
+    Level,
+    chosen_device,
+    judge_data,
+    judge_extra,
+    judge_fit,
+    judge_memory,
+    judge_mlx,
+    judge_torch,
+)
+from holdfast.cli.examination import CudaDevice, Library, Memory
+from holdfast.cli.model_check import judge_abilities
+from holdfast.cli.sizing import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
+from holdfast.config import EngineConfig
+from holdfast.engine.embedded import build_engine
+from holdfast.engine.slab import SlabShape
+from holdfast.engine.torch import TorchEngine
+from holdfast.models import GGUFSource
+from holdfast.sessions.journal.sqlite import SqliteJournal
+from tests import tiny
+from tests.journaling import opening
+
+FREE = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+H200 = CudaDevice("H200", 150_000_000_000, 149_000_000_000)
+SMALL = ["--http", "", "--recent", "64", "--max-pin", "16"]
+TORCH, MLX, NONE = Library("2.13.0", num_threads=2), Library("0.32.4", default_device="gpu"), Library()
+SHAPE = SlabShape()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+            patch.delenv(name)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that is opened in no time; it has no tokenizer, so it goes without the HTTP door."""
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.hf_model("llama").save_pretrained(path)
+    return str(path)
+
+
+def _doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    status = main(["doctor", "--json", *FREE, *arguments])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def _finding(report: dict[str, Any], what: str) -> tuple[str, str]:
+    return next((one["level"], one["says"]) for one in report["findings"] if one["what"] == what)
+
+
+def test_a_good_machine_would_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, report = _doctor(capsys, "--data-dir", str(tmp_path / "new"))
+    assert (status, report["would_start"], report["device"]) == (0, True, "cpu")
+    assert report["model"]["architecture"]["context"] == 8192
+    assert report["sizes"]["token_bytes"] == 23_040
+    assert [row["recent"] for row in report["windows"]] == [512, 1024, 2048, 4096]
+    assert _finding(report, "chat")[0] == "ok"
+    assert "will be made" in _finding(report, "data directory")[1]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_person_gets_lines_and_a_table() -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "doctor", *FREE, "--recent", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=_environment())
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "134 M parameters" in done.stdout
+    assert "sessions that fit (cpu)" in done.stdout
+    assert "1,000" in done.stdout
+    assert "holdfast serve would start" in done.stdout
+
+
+def test_a_light_install_is_told_what_to_add_and_can_still_front_another_server() -> None:
+    program = (
+        "import sys\n"
+        "class Without:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'mlx', 'pyarrow', 'matplotlib'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Without())\n"
+        "from holdfast.cli import main\n"
+        "sys.exit(main(['doctor', '--json', *sys.argv[1:]]))\n"
+    )
+
+    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+        command = [sys.executable, "-c", program, *FREE, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=_environment())
+        return done.returncode, json.loads(done.stdout)
+
+    status, report = run()
+    assert status == 1
+    assert _finding(report, "torch")[0] == "problem"
+    for what in ("torch", "parquet", "bench"):
+        assert f"pip install 'holdfast[{what}]'" in _finding(report, what)[1]
+    assert report["windows"]  # how many would fit is known all the same
+    status, report = run("--backend", "sglang", "--upstream", "http://127.0.0.1:1")
+    assert (status, report["sizes"]) == (0, None)
+    assert "not needed" in _finding(report, "torch")[1]
+
+
+def test_torch_that_the_finder_does_not_find_is_missing(
+    tiny_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    assert examination.find_torch() == NONE
+    status, report = _doctor(capsys, tiny_path, *SMALL)
+    assert (status, _finding(report, "torch")[0]) == (1, "problem")
+
+
+def test_a_taken_port_is_a_problem(tiny_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        status, report = _doctor(capsys, tiny_path, *SMALL, "--grpc", address)
+    assert status == 1
+    level, says = _finding(report, "gRPC door")
+    assert level == "problem"
+    assert f"cannot listen on {address}" in says
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "says"),
+    [
+        (["--grpc", "127.0.0.1:9", "--http", "127.0.0.1:9"], "HTTP door", "choose another address"),
+        (["--grpc", "0.0.0.0:0"], "gRPC door", "without keys"),
+        (["--grpc", "nowhere"], "gRPC door", "is not HOST:PORT"),
+        (["--keys-file", "/no/such/keys"], "keys", "cannot read the keys file"),
+        (["--tls-cert", "/no/such.pem"], "TLS", "needs both"),
+        (["--tls-cert", "/no/such.pem", "--tls-key", "/no/such.key"], "TLS", "cannot read"),
+        (["--backend", "vllm"], "upstream", "needs --upstream URL"),
+        (["--upstream", "http://127.0.0.1:1"], "upstream", "goes with --backend"),
+        (["--recent", "100000"], "window", "context of 512"),
+        (["--sink", "600"], "window", "max_pin 16"),
+        (["--recent", "2"], "window", "smaller than its sink"),
+        (["--sessions", "100000000"], "sessions", "lower --sessions to"),
+        (["--device", "cuda"], "torch", "use --device cpu"),
+        (["--data-dir", "/dev/null/data"], "data directory", "cannot be written"),
+        (["--data-dir", "/dev/null"], "data directory", "cannot be written"),
+    ],
+)
+def test_what_would_keep_a_server_from_starting_is_a_problem(
+    tiny_path: str, arguments: list[str], what: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = _doctor(capsys, tiny_path, *SMALL, *arguments)
+    level, said = _finding(report, what)
+    assert (status, level) == (1, "problem")
+    assert says in said
+    assert [one["what"] for one in report["findings"] if one["level"] == "problem"] == [what]
+
+
+def test_a_model_that_is_not_there_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = _doctor(capsys, "no-such-model")
+    assert (status, report["would_start"], report["model"]) == (1, False, None)
+    assert "no model 'no-such-model'" in _finding(report, "model")[1]
+
+
+def test_a_chat_template_that_cannot_be_read_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = _doctor(capsys, "--chat-template", "/no/such.jinja")
+    assert (status, _finding(report, "chat")[0]) == (1, "problem")
+
+
+def test_a_broken_gguf_is_one_sentence(
+    default_source: GGUFSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "half.gguf"
+    with default_source.path.open("rb") as whole:
+        path.write_bytes(whole.read(49_000_000))
+    status, report = _doctor(capsys, str(path))
+    assert (status, report["model"], report["windows"]) == (1, None, [])
+    assert "truncated" in _finding(report, "model")[1]
+    assert main(["doctor", *FREE, str(path)]) == 1
+    assert "holdfast serve would not start" in capsys.readouterr().out
+
+
+def test_a_directory_without_a_chat_template_gets_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.hf_model("llama").save_pretrained(tmp_path)
+    status, report = _doctor(capsys, str(tmp_path), "--recent", "64", "--max-pin", "16")
+    assert (status, _finding(report, "chat")[0]) == (0, "warning")
+    status, report = _doctor(capsys, str(tmp_path), "--recent", "64", "--max-pin", "16", "--http", "")
+    assert (status, _finding(report, "HTTP door")[0]) == (0, "ok")
+    assert "chat" not in {one["what"] for one in report["findings"]}
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "truncated" in _finding(_doctor(capsys, str(tmp_path))[1], "model")[1]
+
+
+def test_weights_quantised_for_mlx_are_for_mlx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.hf_model("llama").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization": {"bits": 4, "group_size": 64}}))
+    window = ["--recent", "64", "--max-pin", "16"]
+    assert "use --device mlx" in _finding(_doctor(capsys, str(tmp_path), *window)[1], "model")[1]
+    status, report = _doctor(capsys, str(tmp_path), "--device", "mlx", *window)
+    assert (status, report["device"]) == (0, "mlx")
+    assert report["sizes"]["weight_bytes"] == (tmp_path / "model.safetensors").stat().st_size
+
+
+async def test_a_data_directory_tells_who_has_it_and_what_is_in_it(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await journal.write(opening(0), opening(1))
+    used = look_at_data(tmp_path)
+    assert (used.is_in_use, used.num_open, used.num_closed, used.damage) == (True, 2, 0, "")
+    crashed = tmp_path.with_name("crashed")
+    await asyncio.to_thread(shutil.copytree, tmp_path, crashed)  # as after kill -9: with its write-ahead log
+    await journal.close()
+    before = sorted(os.listdir(tmp_path))
+    assert replace(look_at_data(tmp_path), free_bytes=0) == DataDirectory(
+        path=tmp_path, exists=True, is_writable=True, num_open=2
+    )
+    assert sorted(os.listdir(tmp_path)) == before
+    assert look_at_data(crashed).num_open == 2
+    again = SqliteJournal(crashed)  # looking did no harm
+    assert len(list(again.load())) == 2
+    await again.close()
+
+
+def test_a_journal_that_is_damaged_gone_or_from_the_future_is_a_problem(tmp_path: Path) -> None:
+    database = tmp_path / "journal.db"
+    database.write_bytes(b"nonsense" * 1000)
+    assert "not a database" in look_at_data(tmp_path).damage
+    database.unlink()
+    (tmp_path / "segments").mkdir()
+    assert "segments is there" in look_at_data(tmp_path).damage
+    connection = sqlite3.connect(database)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    found = look_at_data(tmp_path)
+    assert "version 99" in found.damage
+    assert judge_data(found).level == "problem"
+
+
+def test_the_sizes_are_those_of_the_engine(default_source: GGUFSource) -> None:
+    config = EngineConfig(sessions=2, recent=64, max_pin=16, prefill_chunk=32, rewind_tokens=8, device="cpu")
+    engine = build_engine(default_source, config)
+    assert isinstance(engine, TorchEngine)
+    arch, weights = default_source.architecture, engine._decoder.weights
+    sizes = Sizes(weight_bytes=0, token_bytes=token_bytes(arch, config.dtype), memory_bytes=None)
+    assert 2 * sizes.slab_bytes(engine.shape) == engine.kv_reserved_bytes
+    parts = [weights.embedding, weights.head]
+    parts += [part for one in weights.layers for part in (one.qkv, one.output, one.gate_up, one.down)]
+    assert weight_bytes(arch, config.dtype, "cpu") == sum(part.nbytes for part in parts)
+
+
+def test_the_head_is_wider_than_the_rest_except_on_cuda() -> None:
+    for family in tiny.FAMILIES:
+        arch = tiny.architecture(family)
+        plain, head = arch.num_parameters * 2, arch.vocab_size * arch.hidden_size
+        assert weight_bytes(arch, "bfloat16", "cuda") == plain
+        assert weight_bytes(arch, "float32", "cpu") == weight_bytes(arch, "float32", "mlx") == plain * 2
+        assert weight_bytes(arch, "bfloat16", "mlx") == plain + 2 * head
+        assert weight_bytes(arch, "bfloat16", "cpu") == plain + (4 if arch.has_tied_embeddings else 2) * head
+
+
+def test_as_many_fit_as_memory_holds_beside_the_weights() -> None:
+    slab = SHAPE.capacity * 10
+    exact = Sizes(weight_bytes=500, token_bytes=10, memory_bytes=RUNTIME_BYTES + 500 + 3 * slab)
+    assert exact.num_fitting(SHAPE) == 3
+    assert replace(exact, memory_bytes=RUNTIME_BYTES + 499 + 3 * slab).num_fitting(SHAPE) == 2
+    assert replace(exact, memory_bytes=1000).num_fitting(SHAPE) == 0
+    assert replace(exact, memory_bytes=None).num_fitting(SHAPE) is None
+    rows = window_table(exact, SHAPE, 4096 + 512, (1024, 4096, 8192))
+    assert [(row.recent, row.num_fitting) for row in rows] == [(1024, 4), (2048, 3), (4096, 1)]
+
+
+@pytest.mark.parametrize(
+    ("memory_mb", "num_sessions", "level", "says"),
+    [
+        (10_000, 16, "ok", "99 would fit"),
+        (3_000, 16, "warning", "--snapshot-memory-mb"),
+        (2_000, 16, "problem", "lower --sessions to 12"),
+        (600, 1, "problem", "not even one fits"),
+        (None, 16, "warning", "see that this much is free"),
+    ],
+)
+def test_sessions_that_do_not_fit_are_a_problem(
+    memory_mb: int | None, num_sessions: int, level: Level, says: str
+) -> None:
+    memory = None if memory_mb is None else memory_mb * 1_000_000
+    sizes = Sizes(weight_bytes=250_000_000, token_bytes=24_000, memory_bytes=memory)
+    finding = judge_fit(sizes, SHAPE, num_sessions, 2048 * 2**20, "cpu")
+    assert finding.level == level
+    assert says in finding.says
+
+
+@pytest.mark.parametrize(
+    ("asked", "torch", "mlx", "is_mac", "device"),
+    [
+        ("auto", TORCH, MLX, True, "mlx"),
+        ("auto", TORCH, NONE, True, "cpu"),
+        ("auto", TORCH, MLX, False, "cpu"),
+        ("auto", replace(TORCH, cuda=(H200,)), MLX, False, "cuda"),
+        ("cpu", replace(TORCH, cuda=(H200,)), MLX, True, "cpu"),
+        ("mlx", TORCH, NONE, False, "mlx"),
+        ("cuda", TORCH, MLX, True, "cuda"),
+    ],
+)
+def test_the_device_is_the_one_that_serve_takes(
+    asked: str, torch: Library, mlx: Library, is_mac: bool, device: Device
+) -> None:
+    assert chosen_device(asked, torch, mlx, is_apple_silicon=is_mac) == device
+
+
+def test_libraries_are_judged_by_what_is_asked_of_them() -> None:
+    broken = Library("2.13.0", failure="libcudart.so.13 is absent")
+    assert judge_torch(TORCH, "cpu").level == "ok"
+    assert "H200 with 149.0 of 150.0 GB free" in judge_torch(replace(TORCH, cuda=(H200,)), "cuda").says
+    assert [judge_torch(broken, device).level for device in ("cpu", "mlx")] == ["problem", "ok"]
+    mac = [(NONE, "cpu", "warning"), (NONE, "mlx", "problem"), (MLX, "mlx", "ok"), (broken, "mlx", "problem")]
+    other = [(NONE, "cpu", "ok"), (MLX, "mlx", "warning"), (MLX, "cpu", "ok"), (broken, "cpu", "warning")]
+    for is_mac, cases in ((True, mac), (False, other)):
+        for mlx, device, level in cases:
+            assert judge_mlx(mlx, device, is_apple_silicon=is_mac).level == level  # type: ignore[arg-type]
+    assert judge_extra("bench", "plots", is_installed=True).level == "ok"
+    assert judge_memory(Memory(1, None)).level == "warning"
+
+
+def test_little_disk_is_a_warning() -> None:
+    data = DataDirectory(path=Path("/data"), exists=True, is_writable=True, free_bytes=10**6)
+    assert judge_data(data).level == "warning"
+    assert judge_data(replace(data, is_in_use=True)).level == "problem"
+    assert judge_data(None).level == "ok"
+
+
+def test_what_a_template_cannot_show_is_told() -> None:
+    full = Abilities(frozenset({"system", "developer", "user"}), frozenset(), True, [], None)
+    assert judge_abilities(full).says == "shows tools, system messages, developer messages"
+    plain = replace(full, first_roles=frozenset({"system"}), has_tools=False)
+    assert "developer messages go in as system ones; tools go into the system prompt" in judge_abilities(plain).says
+    assert judge_abilities(replace(full, first_roles=frozenset({"user"}))).level == "warning"
+
+
+def test_memory_is_read_as_each_system_writes_it() -> None:
+    assert examination.available_in_meminfo("MemTotal: 9 kB\nMemAvailable:   2 kB\n") == 2048
+    assert examination.available_in_meminfo("") is None
+    mac = "Mach Virtual Memory Statistics: (page size of 16384 bytes)\nPages free:   10.\nPages active: 5.\n"
+    assert examination.available_in_vm_stat(mac + "Pages inactive:  3.\nPages purgeable: 1.\n") == 14 * 16384
+    assert examination.available_in_vm_stat("") is None
+    assert examination.left_in_cgroup(100, 70, "anon 1\ninactive_file 20\n") == 50
+    memory = examination.find_memory()
+    assert memory.available_bytes
+    assert 0 < memory.available_bytes <= memory.total_bytes
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")} | {"COLUMNS": "200"}
