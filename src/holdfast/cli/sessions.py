@@ -50,7 +50,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
     asyncio.run(_with_server(arguments.server, call))
     console = Console()
-    console.print(table, width=console.width if console.is_terminal else _PIPED_WIDTH, soft_wrap=True)
+    (console if console.is_terminal else Console(width=_PIPED_WIDTH)).print(table)
     return 0
 
 
