@@ -78,7 +78,7 @@ async def test_two_chats_at_once_are_one_upstream_request_and_a_409() -> None:
 
 
 async def test_sixty_four_sessions_run_at_once() -> None:
-    async with chatting(delay_s=1.0) as (relay, upstream):
+    async with chatting(delay_s=4.0) as (relay, upstream):
         sessions = [await open_session(relay.http) for _ in range(64)]
         most = 0
 

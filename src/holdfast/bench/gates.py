@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from holdfast.bench.measure import median, percentile
 
+KV_SPREAD = 0.01
+BUCKET_TOLERANCE = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Gate:
@@ -56,6 +59,77 @@ def control(name: str, gate: Gate, num_values: int) -> Gate:
     )
 
 
+def kv_bounded(
+    name: str,
+    live_bytes: Sequence[float],
+    formula_bytes: Sequence[float],
+    memory_bytes: Sequence[Sequence[float]],
+) -> Gate:
+    """A cache that has stopped growing: never zero, exactly the formula, within 1%, in flat process memory.
+
+    The first two have a value for every turn since the window is full, `memory_bytes` those turns by bucket.
+    """
+    problems = [problem] if (problem := _unfit(live_bytes)) else []
+    if len(live_bytes) != len(formula_bytes):
+        problems.append(f"{len(live_bytes)} values for {len(formula_bytes)} turns with a full window")
+    if num_zero := sum(not value for value in live_bytes):
+        problems.append(f"{num_zero} of {len(live_bytes)} values are zero")
+    wrong = [pair for pair in zip(live_bytes, formula_bytes, strict=False) if pair[0] != pair[1]]
+    if wrong:
+        live, formula = wrong[-1]
+        problems.append(f"{len(wrong)} of {len(live_bytes)} are not the formula's, at last {live:g}, not {formula:g}")
+    if not _unfit(live_bytes):
+        spread = (max(live_bytes) - min(live_bytes)) / median(live_bytes) if median(live_bytes) else math.inf
+        if spread >= KV_SPREAD:
+            problems.append(f"the spread is {spread:.1%}, less than {KV_SPREAD:.0%} is wanted")
+    if problem := _buckets_unfit(memory_bytes):
+        problems.append(f"memory: {problem}")
+    else:
+        medians = [median(values) for values in memory_bytes]
+        growth = max(medians) / min(medians) - 1 if min(medians) else math.inf
+        if max(medians) > min(medians) * (1 + BUCKET_TOLERANCE):
+            problems.append(f"memory differs by {growth:.1%} between buckets, {BUCKET_TOLERANCE:.0%} is allowed")
+    if problems:
+        return Gate(name, False, "; ".join(problems))
+    memory = f"memory within {growth:.1%} over {len(memory_bytes)} buckets"
+    return Gate(name, True, f"{live_bytes[-1]:.0f} bytes on all {len(live_bytes)} turns with a full window; {memory}")
+
+
+def prefill_bounded(
+    name: str,
+    forwarded: Sequence[float],
+    wanted: Sequence[float],
+    first_token: Sequence[Sequence[float]],
+) -> Gate:
+    """Each turn forwards its new tokens and the pending one, no more and no less, and is as fast at the end as before.
+
+    The first two have a value for every turn. `first_token` has the times to the first token since the window is full,
+    by bucket, in any unit; as multiples of a fixed piece of work, they leave out how busy the machine was.
+    """
+    problems = [problem] if (problem := _unfit(forwarded)) else []
+    if len(forwarded) != len(wanted):
+        problems.append(f"{len(forwarded)} values for {len(wanted)} turns")
+    wrong = [pair for pair in zip(forwarded, wanted, strict=False) if pair[0] != pair[1]]
+    if wrong:
+        found, new = wrong[-1]
+        problems.append(
+            f"{len(wrong)} of {len(forwarded)} turns forwarded other tokens, at last {found:g}, not {new:g}"
+        )
+    ratio = math.nan
+    if problem := _buckets_unfit(first_token):
+        problems.append(f"time to first token: {problem}")
+    else:
+        early = median(first_token[0])
+        ratio = median(first_token[-1]) / early if early else math.inf
+        if ratio > 1 + BUCKET_TOLERANCE:
+            problems.append(f"time to first token: p50 of the last bucket is {ratio:.3g} times that of the first")
+    if problems:
+        return Gate(name, False, "; ".join(problems))
+    exactly = f"appended and pending tokens exactly, on all {len(forwarded)} turns"
+    course = f"p50 of the last of {len(first_token)} buckets is {ratio:.3g} times that of the first"
+    return Gate(name, True, f"{exactly}; time to first token: {course}")
+
+
 def _unfit(values: Sequence[float]) -> str:
     """Why a series cannot be judged, if so."""
     if not values:
@@ -64,4 +138,14 @@ def _unfit(values: Sequence[float]) -> str:
         return "some values are not finite"
     if not any(values):
         return "all values are zero: nothing was measured"
+    return ""
+
+
+def _buckets_unfit(buckets: Sequence[Sequence[float]]) -> str:
+    """Why buckets cannot be compared, if so."""
+    if len(buckets) < 2:
+        return f"two buckets with a full window are needed, there are {len(buckets)}"
+    for number, values in enumerate(buckets, 1):
+        if problem := _unfit(values):
+            return f"bucket {number} of {len(buckets)}: {problem}"
     return ""

@@ -9,13 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.bench import overhead, responsiveness
+from holdfast.bench import long_session, overhead, responsiveness
 from holdfast.bench.compare import Verdict, cautions, compare
 from holdfast.bench.report import Figure, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, run
 from holdfast.errors import ConfigError
 
-SCENARIOS = (responsiveness.SCENARIO, overhead.SCENARIO)
+SCENARIOS = (responsiveness.SCENARIO, overhead.SCENARIO, long_session.SCENARIO)
+
+_COMMANDS = {long_session.SCENARIO.name: long_session.commands}  # for a server of one's own
 
 _COLOURS: dict[Verdict, str] = {"better": "green", "worse": "red", "changed": "yellow"}
 
@@ -42,6 +44,9 @@ def _add(actions: Any, scenario: Scenario) -> None:
     parser.add_argument("--quick", action="store_true", help="within 50 s on two cores: shorter and noisier")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--json", default="", metavar="FILE", help="the report here too; -: stdout, and nothing else")
+    if scenario.name in _COMMANDS:
+        about = "measure nothing: say what to type in two terminals, one for the server"
+        parser.add_argument("--print-commands", action="store_true", help=about)
     group = parser.add_argument_group("settings")
     for field in dataclasses.fields(scenario.settings):
         quick = scenario.quick.get(field.name)
@@ -61,6 +66,9 @@ def _run(scenario: Scenario, arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{field.name} must be {least} or more, got {given}")
         values[field.name] = given
     settings = scenario.settings(**values)
+    if scenario.name in _COMMANDS and arguments.print_commands:
+        print(_COMMANDS[scenario.name](settings))
+        return 0
     return run(scenario, settings, Output(arguments.output, arguments.json), is_quick=arguments.quick)
 
 
