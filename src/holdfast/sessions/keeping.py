@@ -1,7 +1,7 @@
 """What of a session goes into the journal, and a session as the journal has it."""
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.journal.base import StoredSession, StoredTurn
@@ -27,11 +27,14 @@ def opened(session: Session, forked_from: ForkedFrom | None = None) -> SessionOp
     )
 
 
-def spans_since(session: Session, start: int) -> Iterator[Entry]:
-    """What the history holds from position `start` on."""
-    for span in session.history.spans:
-        if span.end > start:
-            yield _entry(session, span, max(start, span.start))
+def spans_since(session: Session, start: int) -> list[Entry]:
+    """What the history holds from position `start` on. Looks from the end: histories are long, turns are not."""
+    found = []
+    for span in reversed(session.history.spans):
+        if span.end <= start:
+            break
+        found.append(_entry(session, span, max(start, span.start)))
+    return found[::-1]
 
 
 def _entry(session: Session, span: Span, start: int) -> Entry:
