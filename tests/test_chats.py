@@ -60,6 +60,12 @@ class Client:
         info: dict[str, Any] = (await self.http.get(f"/sessions/{session}")).json()
         return info
 
+    async def idle(self, session: str) -> None:
+        """Returns once nothing runs on the session; it is nobody's to tell."""
+        async with asyncio.timeout(10):
+            while (await self.info(session))["is_busy"]:
+                await asyncio.sleep(0.01)
+
     async def text(self, session: str) -> str:
         """The session's whole history, as the engine has it."""
         ids: list[int] = []
@@ -262,10 +268,7 @@ async def test_a_turn_whose_client_leaves_is_not_recorded_and_the_next_one_works
         async with client.http.stream("POST", f"/sessions/{session}/v1/chat/completions", json=body) as stream:
             async for _ in stream.aiter_lines():
                 break
-        for _ in range(200):
-            if not (await client.info(session))["is_busy"]:
-                break
-            await asyncio.sleep(0.01)
+        await client.idle(session)
         info = await client.info(session)
         assert (info["history_length"], info["turns"]) == (length, 1)
         assert (await client.say(session, [user("a"), one, user("b")])).status_code == 200
@@ -293,10 +296,7 @@ async def test_a_fork_after_an_abandoned_retry_has_all_turns() -> None:
         async with client.http.stream("POST", f"/sessions/{session}/v1/chat/completions", json=body) as stream:
             async for _ in stream.aiter_lines():
                 break
-        for _ in range(300):
-            if not (await client.info(session))["is_busy"]:
-                break
-            await asyncio.sleep(0.01)
+        await client.idle(session)
         fork = (await client.http.post(f"/sessions/{session}/fork")).json()["session_id"]
         assert (await client.info(fork))["turns"] == 2
         reply = await client.say(fork, [user("a"), one, user("b"), two, user("c")], "Three.")
@@ -316,10 +316,7 @@ async def test_a_cancelled_turn_is_taken_back_however_long_the_history_is() -> N
         async with client.http.stream("POST", f"/sessions/{session}/v1/chat/completions", json=body) as stream:
             async for _ in stream.aiter_lines():
                 break
-        for _ in range(500):
-            if not (await client.info(session))["is_busy"]:
-                break
-            await asyncio.sleep(0.01)
+        await client.idle(session)
         assert (await client.info(session))["history_length"] == length
         assert (await client.say(session, [user(long), one, user("b")])).status_code == 200
 

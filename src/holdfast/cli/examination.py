@@ -30,10 +30,6 @@ class Library:
     default_device: str = ""
     cuda: tuple[CudaDevice, ...] = ()
 
-    @property
-    def is_usable(self) -> bool:
-        return bool(self.version) and not self.failure
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -1,7 +1,8 @@
 """All chat sessions of a server: create, take turns, fork, reward, close. What every chat door calls."""
 
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import InvalidArgument, Paused
@@ -135,8 +136,11 @@ class Chats:
         else:
             trajectory.tree.nodes[turn - 1].reward = reward
 
-    def samples(self, session_id: str, owner: str, options: Options) -> Export:
-        """What a trainer reads of a session: its turns so far, or the spans of one of raw tokens."""
+    def samples(self, session_id: str, owner: str, options: Options) -> Callable[[], Export]:
+        """What a trainer reads of a session: its turns so far, or the spans of one of raw tokens.
+
+        Looks at the session now; the work itself may be called in a thread, as turns on record do not change.
+        """
         view = self._runtime.info(session_id, owner)
         trajectory = self._trajectories.get(session_id)
         summary = {"history_length": view.history_length, "dropped_tokens": view.dropped_token_count}
@@ -153,8 +157,9 @@ class Chats:
             return self._chat.tokenizer.decode(ids)
 
         if trajectory is None:
-            return from_spans(self._runtime.history(session_id, owner), options, facts, detokenize=detokenize)
-        return assemble(trajectory.tree, options, facts, detokenize=detokenize)
+            pieces = self._runtime.history(session_id, owner)
+            return partial(from_spans, pieces, options, facts, detokenize=detokenize)
+        return partial(assemble, trajectory.tree, options, facts, detokenize=detokenize)
 
     def confirm(self, session_id: str, number: int) -> None:
         """The reply of a turn has reached its client, as far as a server can know."""

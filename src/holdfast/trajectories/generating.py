@@ -8,7 +8,6 @@ import msgspec
 
 from holdfast.chat.answer import Piece
 from holdfast.chat.chat_model import ChatModel
-from holdfast.errors import HistoryConflict, SessionBusy
 from holdfast.sessions.runtime import Runtime
 from holdfast.trajectories.answering import Answering
 from holdfast.trajectories.aside import aside
@@ -16,7 +15,7 @@ from holdfast.trajectories.control import Control
 from holdfast.trajectories.making import Made
 from holdfast.trajectories.records import kept_request, sampling_of
 from holdfast.trajectories.replies import Asked, ChatRequest, Ending, Usage
-from holdfast.trajectories.standing import go_back
+from holdfast.trajectories.standing import changing, go_back
 from holdfast.trajectories.trajectory import Prepared, Trajectory
 from holdfast.trajectories.tree import Facts, Node
 from holdfast.trajectories.window import check_fits
@@ -45,14 +44,10 @@ class Generating:
         )
         answering = Answering(self._runtime, trajectory.session_id, trajectory.owner, answer)
         pieces = answering.pieces(request.params, tokens, expected_length=base.end, writes="chat")
-        trajectory.owes_rewind = True
-        try:
+        with changing(trajectory):
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     yield piece
-        except (HistoryConflict, SessionBusy):  # another door was faster: what is there now is not ours to take back
-            trajectory.owes_rewind = False
-            raise
         usage = self._usage(trajectory, prepared, answering, base, recomputed)
         ending = Ending(
             message=answer.message,

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from holdfast.chat.messages import Message, read_messages
-from holdfast.errors import HistoryConflict, InvalidArgument, SessionBusy, UpstreamInvalid
+from holdfast.errors import InvalidArgument, UpstreamInvalid
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.ports import ChatUpstream, Completion
 from holdfast.sessions.runtime import Runtime
@@ -12,7 +12,7 @@ from holdfast.trajectories.control import Control
 from holdfast.trajectories.making import Made
 from holdfast.trajectories.records import SAMPLING_FIELDS, kept_request
 from holdfast.trajectories.replies import Asked, Recorded
-from holdfast.trajectories.standing import go_back
+from holdfast.trajectories.standing import changing, go_back
 from holdfast.trajectories.trajectory import Prepared, Trajectory
 from holdfast.trajectories.tree import Facts
 
@@ -69,8 +69,7 @@ class Relaying:
     async def hold(self, trajectory: Trajectory, prepared: Prepared, made: Made) -> None:
         """Take the turn over into the session's own history."""
         base, _ = await go_back(self._runtime, trajectory, prepared.parent)
-        trajectory.owes_rewind = True
-        try:
+        with changing(trajectory):
             await self._runtime.adopt(
                 trajectory.session_id,
                 trajectory.owner,
@@ -79,9 +78,6 @@ class Relaying:
                 _STOP_REASONS.get(made.finish_reason, StopReason.EOS),
                 expected_length=base.end,
             )
-        except (HistoryConflict, SessionBusy):  # another door was faster: what is there now is not ours to take back
-            trajectory.owes_rewind = False
-            raise
 
 
 def _message(completion: Completion) -> Message:

@@ -1,6 +1,9 @@
 """Where a session's backend stands in the tree of its turns, and how it gets elsewhere."""
 
-from holdfast.errors import HistoryConflict
+import contextlib
+from collections.abc import Iterator
+
+from holdfast.errors import HistoryConflict, SessionBusy
 from holdfast.sessions.runtime import Runtime
 from holdfast.trajectories.trajectory import Trajectory
 from holdfast.trajectories.tree import Node
@@ -21,6 +24,20 @@ async def go_back(runtime: Runtime, trajectory: Trajectory, node: Node) -> tuple
         ).recomputed_tokens
     trajectory.stands_at, trajectory.owes_rewind = base, False
     return base, recomputed
+
+
+@contextlib.contextmanager
+def changing(trajectory: Trajectory) -> Iterator[None]:
+    """From here on the backend holds more than is recorded, which has to be taken back unless it is committed.
+
+    Where another door was faster nothing of ours is there, and what is there is not ours to take back.
+    """
+    trajectory.owes_rewind = True
+    try:
+        yield
+    except (HistoryConflict, SessionBusy):
+        trajectory.owes_rewind = False
+        raise
 
 
 async def take_back(runtime: Runtime, trajectory: Trajectory) -> None:

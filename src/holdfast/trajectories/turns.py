@@ -9,7 +9,6 @@ from dataclasses import replace
 from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import HoldfastError, SessionFailed, SessionNotFound
 from holdfast.sessions.admission import Admission
-from holdfast.sessions.journal.base import NoJournal
 from holdfast.sessions.runtime import Runtime
 from holdfast.trajectories.aside import aside
 from holdfast.trajectories.control import Control
@@ -155,8 +154,8 @@ class Turns:
         journal = self._runtime.journal
         await journal.write(turn_recorded(session_id, node, asked.ticket, prepared.prompt.num_control))
         self._runtime.info(session_id, trajectory.owner)  # closing beats recording
-        if not isinstance(journal, NoJournal):
-            node.record = replace(made_record, request=None, response=None)  # the journal has them
+        if journal.keeps_bodies:
+            node.record = replace(made_record, request=None, response=None)
         tree.add(node)
         trajectory.stands_at, trajectory.owes_rewind = node, False
         trajectory.num_branches += prepared.is_branch

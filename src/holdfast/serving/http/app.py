@@ -69,29 +69,8 @@ def _chat_routes(
     upstream: Upstream | None,
     stored: Sequence[StoredSession],
 ) -> list[Route]:
-    admission = Admission(
-        config.max_concurrent or runtime.capacity,
-        max_queue=config.queue_max if config.admission == "queue" else 0,
-        max_wait_s=config.queue_max_wait_s,
-        metrics=runtime.metrics,
-    )
-    control = Control(weight_version=config.weight_version, max_wait_s=config.pause_max_wait_s)
-    making: Making = Generating(runtime, chat, control)
-    if upstream is not None:
-        making = Relaying(runtime, upstream.chat, control)
-    turns = Turns(
-        runtime,
-        chat,
-        making,
-        rules=Rules(
-            matcher=load_matcher(rules.matcher),
-            max_rollback=rules.max_rollback,
-            may_edit_replies=rules.edited_reply == "branch",
-        ),
-        admission=admission,
-        control=control,
-    )
-    chats = Chats(runtime, chat, turns, control)
+    admission = _admission(runtime, config)
+    chats = _chats(runtime, config, chat, rules, admission=admission, upstream=upstream)
     for session in stored:
         if session.opened.kind == "chat":
             chats.restore(session)
@@ -125,6 +104,43 @@ def _chat_routes(
         Route("/control/weight_version", controls.weight_version, methods=["PUT"]),
         *rest,
     ]
+
+
+def _admission(runtime: Runtime, config: ServeConfig) -> Admission:
+    return Admission(
+        config.max_concurrent or runtime.capacity,
+        max_queue=config.queue_max if config.admission == "queue" else 0,
+        max_wait_s=config.queue_max_wait_s,
+        metrics=runtime.metrics,
+    )
+
+
+def _chats(
+    runtime: Runtime,
+    config: ServeConfig,
+    chat: ChatModel,
+    rules: ChatConfig,
+    *,
+    admission: Admission,
+    upstream: Upstream | None,
+) -> Chats:
+    control = Control(weight_version=config.weight_version, max_wait_s=config.pause_max_wait_s)
+    making: Making = Generating(runtime, chat, control)
+    if upstream is not None:
+        making = Relaying(runtime, upstream.chat, control)
+    turns = Turns(
+        runtime,
+        chat,
+        making,
+        rules=Rules(
+            matcher=load_matcher(rules.matcher),
+            max_rollback=rules.max_rollback,
+            may_edit_replies=rules.edited_reply == "branch",
+        ),
+        admission=admission,
+        control=control,
+    )
+    return Chats(runtime, chat, turns, control)
 
 
 class _Routes:

@@ -28,5 +28,6 @@ class Samples:
             metadata=body.metadata or {},
         )
         form = read_format(body.format)
-        content = await asyncio.to_thread(lambda: encode(self._chats.samples(session_id, owner, options), form))
+        export = self._chats.samples(session_id, owner, options)
+        content = await asyncio.to_thread(lambda: encode(export(), form))
         return Response(content, media_type=CONTENT_TYPES[form])

@@ -1,7 +1,6 @@
 """Session endpoints: an OpenAI client whose base URL is a session."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -127,7 +126,6 @@ class Sessions:
 
 
 def _ticket(request: Request, raw: bytes) -> Ticket:
-    with contextlib.suppress(ValueError):
-        is_retry = int(request.headers.get("x-stainless-retry-count", "0")) > 0
-        return Ticket.of(raw, key=request.headers.get("idempotency-key", ""), is_retry=is_retry)
-    return Ticket.of(raw, key=request.headers.get("idempotency-key", ""))
+    retries = request.headers.get("x-stainless-retry-count", "")
+    is_retry = retries.isascii() and retries.isdigit() and int(retries) > 0
+    return Ticket.of(raw, key=request.headers.get("idempotency-key", ""), is_retry=is_retry)

@@ -59,6 +59,10 @@ class ClosedSession:
 class Journal(Protocol):
     """Used on one event loop. `load` and `closed` block: for start-up, or in a thread."""
 
+    @property
+    def keeps_bodies(self) -> bool:
+        """Whether what was written can be read again, so that nobody else need hold it."""
+
     async def write(self, *entries: Entry) -> None:
         """Returns when all entries are on disk; they come there together or not at all.
 
@@ -102,6 +106,7 @@ class Journal(Protocol):
 class NoJournal:
     """Nothing is kept, and nothing can fail."""
 
+    keeps_bodies: bool = False
     health: str | None = None
     last_number: int = 0
 

@@ -71,6 +71,10 @@ class SqliteJournal:
         )
 
     @property
+    def keeps_bodies(self) -> bool:
+        return True
+
+    @property
     def health(self) -> str | None:
         return self._health
 
