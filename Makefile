@@ -11,7 +11,7 @@ NODE_READY := sdks/typescript/node_modules/.ready
 VOCABULARIES := tests/vocabularies/node_modules/.ready
 TEST_WORKERS ?= 2
 
-.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu test-mlx test-vllm format clean
+.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu bench-gpu test-mlx test-vllm format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -77,8 +77,11 @@ test-integration: $(READY) $(VOCABULARIES) ## everything, thoroughly, with a JUn
 	mkdir -p build/reports
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) --junit-xml=build/reports/integration.xml
 
-test-gpu: ## on a machine with a CUDA device, with its own python3: needs torch, transformers, safetensors, numpy
+test-gpu: ## on a machine with a CUDA device, with its own python3: needs torch, triton, transformers, safetensors, numpy
 	PYTHONPATH=src:. $(PYTHON) -m tests.gpu
+
+bench-gpu: ## on such a machine: the CUDA engine beside transformers; needs triton too
+	PYTHONPATH=src $(PYTHON) -m holdfast.bench.device --json $${OUT:-.}/device.json
 
 test-mlx: $(READY) ## the MLX engine: its contract, and beside torch; on a Mac it uses the GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_mlx.py tests/test_engine_contract.py

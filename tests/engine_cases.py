@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
+from holdfast.engine.native import NativeEngine
+from holdfast.engine.native.weights import Packing
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.window import Window
 from holdfast.testing.engine import FakeEngine
@@ -17,7 +19,7 @@ from tests import tiny
 from tests.oracle import dense_logits
 
 HAS_MLX = importlib.util.find_spec("mlx") is not None
-_KINDS = ("torch", "mlx") if HAS_MLX else ("torch",)
+_KINDS = ("torch", "native", "mlx") if HAS_MLX else ("torch", "native")
 NAMES = ("fake", *(f"{kind}-{family}" for kind in _KINDS for family in tiny.FAMILIES))
 
 
@@ -40,8 +42,21 @@ def make(name: str, *, num_slabs: int, shape: SlabShape) -> Case:
     def truth(tokens: Sequence[int], window: Window) -> NDArray[Any]:
         return dense_logits(state, arch, tokens, window).numpy()
 
-    build = mlx_engine if kind == "mlx" else tiny.engine
-    return Case(build(family, num_slabs=num_slabs, shape=shape), truth, tolerance=5e-4)
+    builders: dict[str, Callable[..., Engine]] = {"torch": tiny.engine, "native": native_engine, "mlx": mlx_engine}
+    return Case(builders[kind](family, num_slabs=num_slabs, shape=shape), truth, tolerance=5e-4)
+
+
+def native_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "float32", **options: Any) -> Engine:
+    """`tiny.engine` in native code: the same weights under the same digest."""
+
+    class StateReader(dict[str, torch.Tensor]):
+        def read(self, name: str) -> NDArray[np.float32]:
+            return self[name].float().numpy()
+
+    arch = tiny.architecture(family)
+    arrays = Packing(StateReader(tiny.hf_model(family).state_dict()), arch, dtype).arrays()
+    facts = {"digest": family, "num_slabs": num_slabs, "shape": shape, "dtype": dtype}
+    return NativeEngine(f"tiny-{family}", arch, arrays, **facts, **options)
 
 
 def mlx_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "float32") -> Engine:

@@ -13,11 +13,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.engine.worker import Worker
 from holdfast.generation import Sampled, SamplingParams
 from tests import tiny
+from tests.cuda_checks import CUDA_CHECKS, cuda_engine
 from tests.driving import difference, run_chunks
 from tests.oracle import dense_logits
 
@@ -72,7 +74,7 @@ def slabs_take_the_memory_they_say() -> str:
     return f"{engine.kv_reserved_bytes:,} bytes reserved, allocator agrees"
 
 
-def _generate(engine: TorchEngine, prompt: list[int], restore_from: TorchEngine | None = None) -> list[int]:
+def _generate(engine: Engine, prompt: list[int], restore_from: Engine | None = None) -> list[int]:
     async def run() -> list[int]:
         worker = Worker(engine)
         worker.start()
@@ -109,6 +111,23 @@ def a_snapshot_moves_between_cpu_and_gpu() -> str:
     return "both ways, the same 60 tokens"
 
 
+def the_cuda_engine_draws_the_tokens_of_the_cpu() -> str:
+    for family in tiny.FAMILIES:
+        expected = _generate(_engine(family, device="cpu"), _tokens(100))
+        for deterministic in (False, True):
+            engine = cuda_engine(family, shape=SHAPE, deterministic=deterministic)
+            assert _generate(engine, _tokens(100)) == expected, (family, deterministic)
+    return "60 seeded tokens after 100 of history, every family, fp32, deterministic and not"
+
+
+def a_snapshot_moves_between_cpu_and_the_cuda_engine() -> str:
+    cpu = _engine("qwen3", device="cpu")
+    expected = _generate(cpu, _tokens(150))
+    assert _generate(cuda_engine("qwen3", shape=SHAPE), _tokens(150), restore_from=cpu) == expected
+    assert _generate(cpu, _tokens(150), restore_from=cuda_engine("qwen3", shape=SHAPE)) == expected
+    return "both ways, the same 60 tokens"
+
+
 def a_lost_device_is_noticed() -> str:
     """In a process of its own, which cannot use the device afterwards."""
     script = (
@@ -135,6 +154,9 @@ CHECKS: tuple[Callable[[], str], ...] = (
     the_cpu_and_the_gpu_draw_the_same_tokens,
     a_snapshot_moves_between_cpu_and_gpu,
     a_lost_device_is_noticed,
+    the_cuda_engine_draws_the_tokens_of_the_cpu,
+    a_snapshot_moves_between_cpu_and_the_cuda_engine,
+    *CUDA_CHECKS,
 )
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.bench import overhead, responsiveness
 from holdfast.bench import page as drawing
-from holdfast.bench import responsiveness
 from holdfast.bench.canned import Script
 from holdfast.bench.checking import problem
 from holdfast.bench.compare import cautions, compare, verdict
@@ -121,6 +121,17 @@ def test_responsiveness_is_judged_by_the_lane_with_inline_as_its_control() -> No
     assert _failed(_measured(10.0, 8.0)) == {"control_inline", "lane_beats_inline"}
     assert _failed(_measured(10.0, 100.0, num_wrong=1)) == {"replies"}
     assert len(_failed(Report(scenario="responsiveness", command="", started_at=""))) == 6
+
+
+@pytest.mark.parametrize(("share", "is_cheap"), [(0.96, True), (0.94, False)])
+def test_a_journal_that_costs_more_than_5_percent_is_found_out(share: float, is_cheap: bool) -> None:
+    recording = Recording("overhead", "holdfast bench overhead", {})
+    for _ in range(3):
+        recording.figure("served/turns_per_s", "1/s", 500.0)
+        recording.figure("journaled/turns_per_s", "1/s", 500.0 * share)
+        recording.ratio("journaled:served/turns_per_s", "journaled/turns_per_s", "served/turns_per_s", "higher")
+    gates = {gate.name: gate.passed for gate in overhead.judge(recording.report)}
+    assert gates["journaling_costs_less_than_5_percent"] is is_cheap
 
 
 # Reports
@@ -389,14 +400,18 @@ def test_json_on_stdout_is_all_there_is_and_the_report_is_whole(tmp_path: Path) 
 
 def test_overhead_is_measured_beside_the_straight_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = {"sessions": 4, "rounds": 1, "seconds": 0.5, "ramp-s": 0, "alone-s": 0.5, "kept-sessions": 100}
+    short |= {"large-kib": 100, "large-s": 0.5}
     flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
     main(["bench", "overhead", *flags, "--json", "-", "--output", str(tmp_path)])
     report = json.loads(capsys.readouterr().out)
     gates = {gate["name"]: gate for gate in report["gates"]}
-    assert set(gates) == {"replies", "records", "memory_was_seen_to_grow"}
+    judged = {"replies", "records", "journaling_costs_less_than_5_percent", "memory_was_seen_to_grow"}
+    assert set(gates) == judged
     assert gates["replies"]["passed"], report["notes"]
     assert gates["records"]["passed"], report["notes"]
     figures = report["figures"]
     assert figures["straight/turns_per_s"]["values"][0] > figures["served/turns_per_s"]["values"][0] > 0
     assert figures["added/alone_p50"]["values"][0] > 0
+    for ratio in ("journaled:served/turns_per_s", "large_journaled:large/turns_per_s"):
+        assert figures[ratio]["values"][0] > 0
     assert len(report["series"]["rss"]["values"]) == 11

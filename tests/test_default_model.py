@@ -1,13 +1,15 @@
 """The real default model against the dense oracle, across the window's edge."""
 
 import functools
-import pydoc_data.topics
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from holdfast.bench.gates import stays_flat
+from holdfast.bench.quality import CONTROL_TIMES, FLATNESS, long_text
+from holdfast.bench.understanding import perplexities
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine, load_engine
 from holdfast.engine.window import Window
@@ -24,8 +26,7 @@ SINK = 4
 def text_tokens(default_source: GGUFSource) -> list[int]:
     from holdfast.chat.tokenizer import load_tokenizer
 
-    text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    return load_tokenizer(default_source).encode(text[:60_000])
+    return load_tokenizer(default_source).encode(long_text()[:60_000])
 
 
 @functools.cache
@@ -73,18 +74,10 @@ def test_perplexity_is_flat_with_sinks_and_worse_without(
 ) -> None:
     shape = SlabShape(recent=160, max_pin=4, prefill_chunk=200, rewind_tokens=0)
     engine = load_engine(default_source, num_slabs=2, shape=shape, device="cpu", dtype="float32")
-    pool = SlabPool(2, shape)
-    with_sinks, without = pool.acquire(4), pool.acquire(0)
-    losses: dict[int, list[float]] = {4: [], 0: []}
-    for start in range(0, num_tokens, 200):
-        part, targets = text_tokens[start : start + 200], text_tokens[start + 1 : start + 201]
-        both = forward(engine, [(with_sinks, part), (without, part)])
-        for sink, logits in zip((4, 0), both, strict=True):
-            logprobs = torch.from_numpy(logits).log_softmax(-1)
-            losses[sink].append(-float(logprobs[torch.arange(200), torch.tensor(targets)].mean()))
-    third = len(losses[4]) // 3
-    early, late = np.exp(np.mean(losses[4][1 : 1 + third])), np.exp(np.mean(losses[4][-third:]))
-    control = np.exp(np.mean(losses[0][-third:]))
-    print(f"\nperplexity over {num_tokens}, sink=4: {early:.2f} early, {late:.2f} late; sink=0: {control:.2f} late")
-    assert late < 1.35 * early
-    assert control > 1.5 * late
+    found = list(perplexities(engine, text_tokens[: num_tokens + 1], (SINK, 0), 200))
+    with_sinks, without = ([chunk[sink] for chunk in found] for sink in (SINK, 0))
+    flat = stays_flat("flat", with_sinks, FLATNESS)
+    print(f"\nperplexity over {num_tokens}, sink={SINK}: {flat.reason}")
+    assert flat.passed
+    third = len(found) // 3
+    assert np.median(without[-third:]) > CONTROL_TIMES * np.median(with_sinks[-third:])

@@ -21,6 +21,7 @@ from holdfast.cli import examination, main
 from holdfast.cli.data_directory import DataDirectory, look_at_data
 from holdfast.cli.diagnosis import (
     Device,
+    Finding,
     Level,
     chosen_device,
     judge_data,
@@ -28,6 +29,7 @@ from holdfast.cli.diagnosis import (
     judge_fit,
     judge_memory,
     judge_mlx,
+    judge_native,
     judge_torch,
 )
 from holdfast.cli.examination import CudaDevice, Library, Memory
@@ -35,6 +37,7 @@ from holdfast.cli.model_check import judge_abilities
 from holdfast.cli.sizing import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
 from holdfast.config import EngineConfig
 from holdfast.engine.embedded import build_engine
+from holdfast.engine.native import NativeEngine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.models import GGUFSource
@@ -108,13 +111,18 @@ def test_a_light_install_is_told_what_to_add_and_can_still_front_another_server(
         "sys.exit(main(['doctor', '--json', *sys.argv[1:]]))\n"
     )
 
-    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+    def run(*arguments: str, **settings: str) -> tuple[int, dict[str, Any]]:
         command = [sys.executable, "-c", program, *FREE, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=_environment())
+        environment = _environment() | settings
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
         return done.returncode, json.loads(done.stdout)
 
     status, report = run()
+    assert (status, report["device"]) == (0, "cpu")  # the native engine needs none of them
+    assert _finding(report, "native engine")[0] == _finding(report, "torch")[0] == "ok"
+    status, report = run(HOLDFAST_NATIVE="off")
     assert status == 1
+    assert _finding(report, "native engine")[0] == "warning"
     assert _finding(report, "torch")[0] == "problem"
     for what in ("torch", "parquet", "bench"):
         assert f"pip install 'holdfast[{what}]'" in _finding(report, what)[1]
@@ -130,6 +138,7 @@ def test_torch_that_the_finder_does_not_find_is_missing(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
     assert examination.find_torch() == NONE
+    monkeypatch.setenv("HOLDFAST_NATIVE", "off")
     status, report = _doctor(capsys, tiny_path, *SMALL)
     assert (status, _finding(report, "torch")[0]) == (1, "problem")
 
@@ -258,13 +267,19 @@ def test_a_journal_that_is_damaged_gone_or_from_the_future_is_a_problem(tmp_path
 def test_the_sizes_are_those_of_the_engine(default_source: GGUFSource) -> None:
     config = EngineConfig(sessions=2, recent=64, max_pin=16, prefill_chunk=32, rewind_tokens=8, device="cpu")
     engine = build_engine(default_source, config)
-    assert isinstance(engine, TorchEngine)
-    arch, weights = default_source.architecture, engine._decoder.weights
-    sizes = Sizes(weight_bytes=0, token_bytes=token_bytes(arch, config.dtype), memory_bytes=None)
+    assert isinstance(engine, NativeEngine)
+    arch = default_source.architecture
+    sizes = Sizes(weight_bytes=0, token_bytes=token_bytes(arch, "int8"), memory_bytes=None)
     assert 2 * sizes.slab_bytes(engine.shape) == engine.kv_reserved_bytes
-    parts = [weights.embedding, weights.head]
+    held = sum(array.nbytes for array in engine.arrays.values() if array.ndim == 2)
+    assert weight_bytes(arch, "int8", "cpu", is_native=True) == held
+
+
+def test_the_sizes_are_those_of_torch_too(default_engine: TorchEngine) -> None:
+    weights = default_engine._decoder.weights
+    parts = [weights.embedding]
     parts += [part for one in weights.layers for part in (one.qkv, one.output, one.gate_up, one.down)]
-    assert weight_bytes(arch, config.dtype, "cpu") == sum(part.nbytes for part in parts)
+    assert weight_bytes(default_engine._decoder.arch, "float32", "cpu") == sum(part.nbytes for part in parts)
 
 
 def test_the_head_is_wider_than_the_rest_except_on_cuda() -> None:
@@ -328,9 +343,12 @@ def test_the_device_is_the_one_that_serve_takes(
 
 def test_libraries_are_judged_by_what_is_asked_of_them() -> None:
     broken = Library("2.13.0", failure="libcudart.so.13 is absent")
-    assert judge_torch(TORCH, "cpu").level == "ok"
-    assert "H200 with 149.0 of 150.0 GB free" in judge_torch(replace(TORCH, cuda=(H200,)), "cuda").says
-    assert [judge_torch(broken, device).level for device in ("cpu", "mlx")] == ["problem", "ok"]
+    assert judge_torch(TORCH, "cpu", is_needed=True).level == "ok"
+    assert "H200 with 149.0 of 150.0 GB free" in judge_torch(replace(TORCH, cuda=(H200,)), "cuda", is_needed=True).says
+    assert [judge_torch(broken, device, is_needed=True).level for device in ("cpu", "mlx")] == ["problem", "ok"]
+    assert judge_torch(broken, "cpu", is_needed=False).level == "ok"
+    assert judge_native(["avx2", "portable"], "cpu") == Finding("native engine", "ok", "built for avx2")
+    assert [judge_native([], device).level for device in ("cpu", "cuda")] == ["warning", "ok"]
     mac = [(NONE, "cpu", "warning"), (NONE, "mlx", "problem"), (MLX, "mlx", "ok"), (broken, "mlx", "problem")]
     other = [(NONE, "cpu", "ok"), (MLX, "mlx", "warning"), (MLX, "cpu", "ok"), (broken, "cpu", "warning")]
     for is_mac, cases in ((True, mac), (False, other)):

@@ -443,14 +443,6 @@ async def test_a_deadline_stops_the_engine_and_keeps_what_was_streamed(server: S
     assert (await history(server, session))[1 : 1 + len(streamed)] == streamed
 
 
-async def test_export_and_import_say_that_they_come_later(server: Server) -> None:
-    later = grpc.StatusCode.UNIMPLEMENTED, "unimplemented"
-    async with refused(*later):
-        await server.stub.ExportSession(pb.ExportSessionRequest()).read()
-    async with refused(*later):
-        await server.stub.ImportSession(iter([pb.SessionChunk(data=b"x")]))
-
-
 @pytest.fixture
 def keys_file(tmp_path: Path) -> str:
     path = tmp_path / "keys"

@@ -745,7 +745,7 @@ async def test_the_openapi_document_has_every_route(client: httpx.AsyncClient) -
 
 
 async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.AsyncClient) -> None:
-    long = asyncio.create_task(client.post(CHAT, json=said("some words " * 1_000_000)))
+    long = asyncio.create_task(client.post(CHAT, json=said("some words " * 1_000_000), timeout=60))
     slowest = 0.0
     while not long.done():
         response = await client.get("/health")

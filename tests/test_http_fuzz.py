@@ -81,12 +81,17 @@ def brief(body: Any) -> Any:
 # By the document
 
 
+def _takes_json(operation: dict[str, Any]) -> bool:
+    """Whether there are bodies that the document forbids: any bytes may be a file."""
+    return "application/json" in operation.get("requestBody", {}).get("content", {})
+
+
 OPERATIONS = [
     (method.upper(), path, mode)
     for path, methods in build()["paths"].items()
     if not path.startswith("/control")  # that would stop the others
     for method in methods.keys() & {"get", "post", "put", "delete"}
-    for mode in (("positive", "negative") if "requestBody" in methods[method] else ("positive",))
+    for mode in (("positive", "negative") if _takes_json(methods[method]) else ("positive",))
 ]
 
 

@@ -389,16 +389,16 @@ def _asked(device: str, monkeypatch: pytest.MonkeyPatch, *, mac: bool, mlx: bool
     """What would be loaded, by whom."""
     monkeypatch.setattr(embedded, "_is_apple_silicon", lambda: mac)
     monkeypatch.setattr(embedded, "_has_mlx", lambda: mlx)
-    for kind in ("torch", "mlx"):
+    for kind in ("native", "mlx"):
         monkeypatch.setattr(f"holdfast.engine.{kind}.load_engine", lambda *_, kind=kind, **__: kind)
     return embedded.build_engine(open_model(), EngineConfig(device=device))
 
 
 def test_auto_is_mlx_on_a_mac_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _asked("auto", monkeypatch, mac=True, mlx=True) == "mlx"
-    assert _asked("auto", monkeypatch, mac=True, mlx=False) == "torch"
-    assert _asked("auto", monkeypatch, mac=False, mlx=True) == "torch"
-    assert _asked("cpu", monkeypatch, mac=True, mlx=True) == "torch"
+    assert _asked("auto", monkeypatch, mac=True, mlx=False) == "native"
+    assert _asked("auto", monkeypatch, mac=False, mlx=True) == "native"
+    assert _asked("cpu", monkeypatch, mac=True, mlx=True) == "native"
     assert _asked("mlx", monkeypatch, mac=False, mlx=True) == "mlx"
 
 

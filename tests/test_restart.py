@@ -1,22 +1,15 @@
 """What outlives a slab and a process: parked sessions, restarts, and a journal that cannot be written."""
 
-import asyncio
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.testing.upstream import Fault
-from tests.effort import examples
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, said
-from tests.test_relay import chatting, fake_upstream
+from tests.test_relay import chatting
 
 KEY = {"idempotency-key": "k"}
 
@@ -187,71 +180,3 @@ async def test_upstream_sessions_come_back_too(tmp_path: Path) -> None:
         reply = first.json()["choices"][0]["message"]["content"]
         assert (await relay.http.post(chat_path(session), json=said("Hi", reply, "More"))).status_code == 502
         assert (await relay.http.post(chat_path(session), json=said("Hi", reply, "More"))).status_code == 200
-
-
-async def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
-    """A real server process in front of a canned upstream, killed in the middle of load."""
-    async with fake_upstream(delay_s=0.002) as upstream:
-        known: dict[str, list[str]] = {}
-        for _ in range(examples(2)):
-            process, base = await _start(upstream.url, tmp_path)
-            async with httpx.AsyncClient(base_url=base, timeout=20) as client:
-                await _whole(client, known)
-                agents = [asyncio.ensure_future(_work(client, known)) for _ in range(4)]
-                await asyncio.sleep(0.7)
-                os.kill(process.pid, signal.SIGKILL)
-                await asyncio.gather(*agents, return_exceptions=True)
-            _end(process)
-        process, base = await _start(upstream.url, tmp_path)
-        try:
-            async with httpx.AsyncClient(base_url=base, timeout=20) as client:
-                assert sum(len(texts) for texts in known.values()) > 4
-                await _whole(client, known)
-        finally:
-            process.terminate()
-            assert _end(process) == 0
-
-
-def _end(process: "subprocess.Popen[str]") -> int:
-    process.communicate(timeout=20)
-    return process.returncode
-
-
-async def _start(upstream: str, data: Path) -> tuple["subprocess.Popen[str]", str]:
-    command = [sys.executable, "-m", "holdfast.cli", "serve", "--backend", "sglang", "--upstream", upstream]
-    command += ["--data-dir", str(data), "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
-
-    def start() -> tuple["subprocess.Popen[str]", str]:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "metrics" in line:
-                return process, line.split()[-1].removesuffix("/metrics")
-        raise AssertionError("the server did not start")
-
-    return await asyncio.to_thread(start)
-
-
-async def _work(client: httpx.AsyncClient, known: dict[str, list[str]]) -> None:
-    """Chat until the server is gone; `known` holds what was acknowledged."""
-    session = await open_session(client)
-    texts: list[str] = []
-    known[session] = texts
-    while True:
-        question = f"q{len(texts)}"
-        reply = await client.post(chat_path(session), json=said(*texts, question, max_tokens=3))
-        assert reply.status_code == 200
-        texts += [question, reply.json()["choices"][0]["message"]["content"]]
-
-
-async def _whole(client: httpx.AsyncClient, known: dict[str, list[str]]) -> None:
-    """Every acknowledged turn is there, at most one more is, and the next one works."""
-    for session, texts in known.items():
-        info = (await client.get(f"/sessions/{session}")).json()
-        stored = [message["content"] for message in info["messages"]]
-        assert stored[: len(texts)] == texts
-        assert len(stored) <= len(texts) + 2
-        assert len(info["metadata"]["accumulated_token_ids"]) == info["history_length"]
-        reply = await client.post(chat_path(session), json=said(*stored, "more", max_tokens=2))
-        assert reply.status_code == 200
-        known[session] = [*stored, "more", reply.json()["choices"][0]["message"]["content"]]

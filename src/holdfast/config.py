@@ -36,7 +36,13 @@ class EngineConfig:
     """The embedded engine."""
 
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda", "mlx"))
-    dtype: str = option("bfloat16", "weights and cache", choices=("float32", "bfloat16"))
+    dtype: str = option(
+        "auto",
+        "weights; auto: int8 where the native CPU engine runs, else bfloat16",
+        choices=("auto", "float32", "bfloat16", "int8"),
+    )
+    deterministic: bool = option(False, "the same bits for a session whatever is computed beside it")
+    threads: int = option(0, "compute threads on the CPU; 0: one for each core")
     sessions: int = option(16, "slabs, that is, sessions with a live cache", aliases=("--capacity",), least=1)
     sink: int = option(4, "first tokens that every session keeps")
     recent: int = option(2048, "last tokens that a session keeps", aliases=("--window",))
@@ -45,6 +51,13 @@ class EngineConfig:
     rewind_tokens: int = option(1024, "how far back a session can go without recomputing")
     max_recompute_tokens: int = option(65536, "longest history that a far rewind may recompute")
     max_batch: int = option(64, "sequences that share one decoding step", least=1)
+    proposer: str = option(
+        "auto",
+        "who drafts tokens that the model verifies; auto: ngram where the native CPU engine runs, else none",
+        choices=("auto", "none", "ngram", "draft_model"),
+    )
+    draft_length: int = option(7, "longest draft; shorter ones are chosen where they pay")
+    draft_model: str = option("", "the small model of --proposer draft_model: a path or a name, same vocabulary")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +83,7 @@ class ServeConfig:
     queue_max_wait_s: float = option(30.0, "longest wait in that queue; 0: for ever")
     queue_max: int = option(1024, "longest queue; who comes later is rejected", least=1)
     max_body_mb: int = option(64, "largest request body", least=1)
+    max_session_mb: int = option(1024, "largest session file that is imported", least=1)
     deprecation_headers: bool = option(True, "tell stateless clients about sessions, in headers")
     sunset: str = option("2027-12-31", "the date that these headers name, YYYY-MM-DD")
     log_prompts: bool = option(False, "write request bodies to the access log")

@@ -6,6 +6,7 @@ HoldfastError
 │   ├── ModelError           a model file is missing, broken or unsupported
 │   ├── TemplateError        a chat template cannot render these messages
 │   ├── MessageMismatch      a chat's messages are not those on record
+│   ├── SessionFileRefused   a session file that is none, is damaged, or does not belong here
 │   └── ContextTooLong       new tokens alone exceed the window
 ├── Unauthenticated          no key, or a wrong one
 ├── Forbidden                a key, but not one for this
@@ -80,6 +81,18 @@ class MessageMismatch(InvalidArgument):
 
 class ContextTooLong(InvalidArgument):
     code = "context_length_exceeded"
+
+
+class SessionFileRefused(InvalidArgument):
+    """Nothing was imported. `reason` is what stands in the way, in one word."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"reason": self.reason}
 
 
 class Unauthenticated(HoldfastError):

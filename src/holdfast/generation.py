@@ -63,6 +63,7 @@ class SamplingParams:
     top_logprobs: int = 0
     choice: int = 0
     constraint: Constraint | None = None
+    speculation: bool = True  # whether drafts may be proposed, where there is a proposer
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, rule: str) -> None:
@@ -141,6 +142,8 @@ class Done:
     prefill_duration_s: float
     total_duration_s: float
     seed: int | None
+    num_proposed: int = 0  # drafted tokens
+    num_accepted: int = 0  # those that turned out to be what was sampled
 
 
 Event = Sampled | Truncated | Done

@@ -26,6 +26,7 @@ class FakeRuntime(RuntimeServiceServicer):
     def __init__(self) -> None:
         self.sessions: dict[str, FakeSession] = {}
         self.closed: set[str] = set()
+        self.exports: list[FakeSession] = []
         self.left = threading.Semaphore(0)  # released for every generation that a client left
         self.finished = threading.Semaphore(0)  # and for every one that came to its end
         self._numbers = itertools.count(1)
@@ -145,14 +146,27 @@ class FakeRuntime(RuntimeServiceServicer):
 
     async def ExportSession(self, request: Any, context: Context) -> AsyncIterator[pb.SessionChunk]:
         session = await self._idle(request, context)
-        for token in session.tokens:
-            yield pb.SessionChunk(data=token.to_bytes(4, "big"))
+        self.exports.append(session.fork("", session.label, len(session.tokens)))
+        yield pb.SessionChunk(data=bytes([request.without_snapshot]))
+        yield pb.SessionChunk(data=len(self.exports).to_bytes(4, "big"))
+        yield pb.SessionChunk(data=b"END")
 
     async def ImportSession(self, chunks: AsyncIterator[pb.SessionChunk], context: Context) -> pb.ImportSessionResponse:
-        ids = [int.from_bytes(chunk.data, "big") async for chunk in chunks]
-        session = self._new("", SINK, (EOS,), {})
-        session.give(ids)
-        return pb.ImportSessionResponse(session_id=session.id, recomputed_tokens=len(ids))
+        data = b"".join([chunk.data async for chunk in chunks])
+        if not data.endswith(b"END"):
+            reason = "truncated" if data[:1] in (b"", b"\0", b"\1") else "not_a_file"
+            await refuse(context, Status.INVALID_ARGUMENT, "invalid_argument", details={"reason": reason})
+        source = self.exports[int.from_bytes(data[1:5], "big") - 1]
+        length = len(source.tokens)
+        session = source.fork(f"s{next(self._numbers)}", source.label, length)
+        self.sessions[session.id] = session
+        recomputed = length if data[0] else 0
+        return pb.ImportSessionResponse(
+            session_id=session.id,
+            reused_tokens=length - recomputed,
+            recomputed_tokens=recomputed,
+            history_length=length,
+        )
 
     async def CloseSession(self, request: Any, context: Context) -> pb.CloseSessionResponse:
         session = await self._get(request, context)

@@ -16,6 +16,7 @@ from holdfast_sdk import AsyncClient, Client, HoldfastError
 FOLDER = Path(__file__).resolve().parents[2] / "conformance" / "scenarios"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 STEP_KEYS = {"call", "as", "session", "session_id", "with", "after", "expect", "error", "details", "save_tokens"}
+STEP_KEYS |= {"save_file", "file", "cut"}
 # What the SDK calls otherwise than the proto.
 RENAMED = {"client_label": "label", "from_position": "start", "to_position": "end"}
 
@@ -44,6 +45,7 @@ class Runner:
         self._client = client
         self._sessions: dict[str, Any] = {}
         self._saved: dict[str, list[int]] = {}
+        self._files: dict[str, bytes] = {}
 
     async def step(self, step: Mapping[str, Any]) -> None:
         assert step.keys() <= STEP_KEYS, f"unknown keys {step.keys() - STEP_KEYS}"
@@ -76,6 +78,11 @@ class Runner:
             return await self._adopt(step["as"], self._client.create_session(**renamed(given)))
         if call == "model_info":
             return fields_of(await settled(self._client.model_info()))
+        if call == "import":
+            data = self._files[step["file"]]
+            return await self._adopt(
+                step.get("as", ""), self._client.import_session([data[: len(data) - step.get("cut", 0)]])
+            )
         if call == "list_sessions":
             return {"sessions": [fields_of(info) for info in await every(self._client.list_sessions(**renamed(given)))]}
         return await self._call_session(call, given, step)
@@ -87,6 +94,10 @@ class Runner:
             return await self._adopt(step["as"], session.fork(**renamed(given)))
         if call in ("generate", "turn", "generate_and_leave"):
             return await self._generate(session, given, leave_after=step.get("after", -1))
+        if call == "export":
+            options = {"with_snapshot": not given.get("without_snapshot", False)}
+            self._files[step["save_file"]] = b"".join(await every(session.export(**options)))
+            return {}
         if call == "history":
             return history_result(await every(session.history(**renamed(given))))
         methods = {"append": session.append, "rewind": session.rewind, "info": session.info, "close": session.close}

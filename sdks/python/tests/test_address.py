@@ -66,9 +66,9 @@ async def test_every_call_carries_the_key(connect: Connect, server: FakeServer) 
     session = await settled(client.create_session(token_ids=[1]))
     generation = await settled(session.generate(max_tokens=1))
     assert len(await every(generation)) == 1
-    await settled(client.import_session([b"1234"]))
+    await settled(client.import_session(await every(session.export())))
     sent = server.faults.metadata
-    assert [call["authorization"] for call in sent] == ["Bearer secret"] * 3
+    assert [call["authorization"] for call in sent] == ["Bearer secret"] * 4
     assert all(str(call["user-agent"]).startswith(f"holdfast-sdk-python/{__version__}") for call in sent)
 
 

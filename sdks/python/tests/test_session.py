@@ -103,11 +103,20 @@ async def test_export_and_import(client: Any, session: Any) -> None:
     chunks = await every(session.export())
     assert all(isinstance(chunk, bytes) for chunk in chunks)
     copy = await settled(client.import_session(chunks))
-    assert copy.origin == Imported(session_id=copy.id, reused_tokens=0, recomputed_tokens=3)
-    assert copy.history_length is None
+    assert copy.origin == Imported(session_id=copy.id, reused_tokens=3, recomputed_tokens=0, history_length=3)
+    assert copy.history_length == 3
     assert [chunk.token_ids for chunk in await every(copy.history())] == [(1, 9690, 198)]
-    other = await settled(client.import_session(session.export()))
-    assert (await settled(other.info())).history_length == 3
+    other = await settled(client.import_session(session.export(with_snapshot=False), timeout_s=9))
+    assert (other.origin.reused_tokens, other.origin.recomputed_tokens) == (0, 3)
+    assert (await settled(other.append([5]))).history_length == 4
+    assert (await settled(copy.info())).history_length == 3
+
+
+async def test_a_file_that_is_refused_says_why(client: Any, session: Any) -> None:
+    chunks = await every(session.export())
+    with pytest.raises(errors.InvalidArgument) as caught:
+        await settled(client.import_session(chunks[:-1]))
+    assert caught.value.details["reason"] == "truncated"
 
 
 async def test_an_error_of_the_imported_file_is_told_as_it_is(client: Any) -> None:

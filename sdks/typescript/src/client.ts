@@ -86,7 +86,10 @@ export class Client implements AsyncDisposable {
     } while (pageToken !== "");
   }
 
-  /** The session that `session.export()` wrote, as a new one. There is no time limit unless `timeoutMs` is given. */
+  /**
+   * A new session with exactly the tokens of what `session.export()` wrote: all of it, or `InvalidArgument` says why not.
+   * There is no time limit unless `timeoutMs` is given.
+   */
   async importSession(
     chunks: AsyncIterable<Uint8Array> | Iterable<Uint8Array>,
     options: CallOptions = {},
@@ -96,7 +99,7 @@ export class Client implements AsyncDisposable {
       messages(chunks),
       limitsOf(options),
     );
-    const session = new Session(this.#connection, answer.sessionId);
+    const session = new Session(this.#connection, answer.sessionId, fromWire(answer.historyLength));
     const { reusedTokens, recomputedTokens } = answer;
     return Object.assign(session, {
       reusedTokens: fromWire(reusedTokens),

@@ -34,6 +34,12 @@ export interface HistoryOptions extends CallOptions {
   to?: number;
 }
 
+/** Options of `export`. */
+export interface ExportOptions extends CallOptions {
+  /** Leave the cache out: much smaller, and computed again where it is imported. */
+  withoutSnapshot?: boolean;
+}
+
 /**
  * A handle to a session on the server. `await using` closes the session at the end of the block.
  *
@@ -117,11 +123,12 @@ export class Session implements AsyncDisposable {
     for await (const chunk of this.#connection.readStream(rpc.getHistory, request, limits)) yield toHistoryChunk(chunk);
   }
 
-  /** The session as bytes, for `client.importSession`. */
-  async *export(options: CallOptions = {}): AsyncGenerator<Uint8Array, void, undefined> {
+  /** The session as bytes: write them to a file, or give them to `client.importSession`. */
+  async *export(options: ExportOptions = {}): AsyncGenerator<Uint8Array, void, undefined> {
     const limits = limitsOf(options);
     await this.#known.settle(limits);
-    const chunks = this.#connection.transport.serverStream(rpc.exportSession, { sessionId: this.id }, limits);
+    const request = { sessionId: this.id, withoutSnapshot: options.withoutSnapshot };
+    const chunks = this.#connection.transport.serverStream(rpc.exportSession, request, limits);
     for await (const chunk of chunks) yield chunk.data;
   }
 

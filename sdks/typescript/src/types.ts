@@ -75,7 +75,9 @@ export interface ForkFacts {
 
 /** What `importSession` cost. */
 export interface ImportFacts {
+  /** Tokens whose cache came along. */
   reusedTokens: number;
+  /** Tokens that were computed again; together they are the history. */
   recomputedTokens: number;
 }
 

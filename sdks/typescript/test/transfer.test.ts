@@ -6,19 +6,23 @@ import { left, Refusal } from "./server.js";
 
 test("export and import carry bytes", async () => {
   const received: Uint8Array[] = [];
+  const wanted: boolean[] = [];
   const client = await connected({
-    exportSession: async function* () {
+    exportSession: async function* ({ withoutSnapshot }) {
+      wanted.push(!withoutSnapshot);
       yield { data: new Uint8Array([1, 2]) };
       yield { data: new Uint8Array([3]) };
     },
     importSession: async (chunks) => {
       for await (const { data } of chunks) received.push(data);
-      return { sessionId: "new", reusedTokens: 3n, recomputedTokens: 1n };
+      return { sessionId: "new", reusedTokens: 3n, recomputedTokens: 1n, historyLength: 4n };
     },
   });
   const session = await client.importSession(client.session("s").export());
   expect(Buffer.concat(received)).toEqual(Buffer.from([1, 2, 3]));
-  expect(session).toMatchObject({ id: "new", reusedTokens: 3, recomputedTokens: 1 });
+  expect(session).toMatchObject({ id: "new", reusedTokens: 3, recomputedTokens: 1, historyLength: 4 });
+  for await (const _ of client.session("s").export({ withoutSnapshot: true }));
+  expect(wanted).toEqual([true, false]);
 });
 
 test("an import that is refused stops reading", async () => {

@@ -50,6 +50,56 @@ def all_right(name: str, num_done: int, num_wrong: int, example: str = "") -> Ga
     return Gate(name, num_wrong == 0, f"{num_wrong} of {num_done} were wrong{seen}")
 
 
+def under_load(name: str, in_flight: Sequence[float], wanted: int) -> Gate:
+    """So many kills as were wanted, each with a turn in flight; those without one do not count."""
+    num_loaded = sum(number > 0 for number in in_flight)
+    idle = len(in_flight) - num_loaded
+    passed = num_loaded >= max(1, wanted)
+    return Gate(name, passed, f"{num_loaded} kills with turns in flight, {wanted} wanted; {idle} without")
+
+
+def none_missing(name: str, num_found: int, num_wanted: int) -> Gate:
+    """Exactly as many as wanted, and more than none."""
+    return Gate(name, num_found == num_wanted > 0, f"{num_found} of {num_wanted}")
+
+
+def within_budget(name: str, values: Sequence[float], base: float, budget: float, unit: str) -> Gate:
+    """Never more than `budget` above `base`, but for what an allocator does."""
+    if problem := _unfit([*values, base]):
+        return Gate(name, False, problem)
+    growth = max(values) - base
+    passed = base > 0 and growth <= budget * (1 + BUCKET_TOLERANCE)
+    return Gate(name, passed, f"{growth:.0f} {unit} above {base:.0f} at most, the budget is {budget:.0f}")
+
+
+def faster(name: str, these: Sequence[float], those: Sequence[float]) -> Gate:
+    """By the medians; both must have been measured."""
+    for values in (these, those):
+        if problem := _unfit(values):
+            return Gate(name, False, problem)
+    ratio = median(these) / median(those) if median(those) else math.inf
+    return Gate(name, ratio < 1, f"{ratio:.3g} times the other's, {len(these)} beside {len(those)}")
+
+
+def stays_flat(name: str, values: Sequence[float], tolerance: float) -> Gate:
+    """The last third is no more than `tolerance` above the first; the very first value is left out, as all is new."""
+    third = len(values) // 3
+    if third < 2:
+        return Gate(name, False, f"{len(values)} values have no thirds that can be compared")
+    if problem := _unfit(values):
+        return Gate(name, False, problem)
+    early, late = median(values[1 : 1 + third]), median(values[-third:])
+    ratio = late / early if early else math.inf
+    return Gate(name, ratio <= 1 + tolerance, f"{early:.4g} early, {late:.4g} late: {ratio:.3g} times")
+
+
+def share_at_least(name: str, values: Sequence[float], least: float) -> Gate:
+    """Of yes and no, as 1 and 0. All no is a result, not a failure to measure."""
+    if not values:
+        return Gate(name, False, "nothing was measured")
+    return Gate(name, sum(values) >= least * len(values), f"{sum(values):g} of {len(values)}, {least:.0%} are wanted")
+
+
 def control(name: str, gate: Gate, num_values: int) -> Gate:
     """Holds where `gate` was failed, by a contestant with enough values to be judged."""
     if not num_values:

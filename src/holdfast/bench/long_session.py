@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import shlex
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +16,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_bounded
 from holdfast.bench.page import Chart
-from holdfast.bench.processes import ProcessFailed, resident_bytes, serving
+from holdfast.bench.processes import ProcessFailed, resident_bytes
 from holdfast.bench.recording import Recording
 from holdfast.bench.report import Better, Report
 from holdfast.bench.runner import Scenario, command_of
+from holdfast.bench.served import Served, serving
 from holdfast.bench.talks import SYSTEM, TIMEOUT_S, Answered, Clock, SdkTalk, Web, WebTalk
 from holdfast.bench.turn_series import Turn, aggregate_run, in_buckets, question_of, turns_of, unit_of
 from holdfast.chat.chat_model import load_chat
@@ -38,7 +38,7 @@ CONTROL = "stateless"
 _TURNS = 500
 _CHECKPOINTS = 20
 _LONG_RUN_S = 14_400.0
-_ITEMSIZES = {"float32": 4, "bfloat16": 2}
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "int8": 2}  # of the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Settings:
     turn_spacing_s: float = option(0.0, "from the start of one turn to that of the next, at least")
     reply_tokens: int = option(16, "sampled tokens in each reply", least=1)
     recent: int = option(1024, "window of the server that is started", least=1)
-    dtype: str = option("float32", "its weights and cache; only float32 promises the same tokens by any chunking")
+    dtype: str = option("int8", "its weights; it is started with --deterministic")
     retry_every: int = option(25, "turns after which one is asked again through openai; 0: never")
     control_share: float = option(0.2, "part of the time that the control may take")
     script_turns: int = option(8, "turns that are said twice, in other chunks, for the same tokens", least=1)
@@ -119,7 +119,8 @@ def charts(settings: Settings) -> list[Chart]:
 def commands(settings: Settings) -> str:
     """What to type in two terminals for a long run, of four hours unless told otherwise."""
     grpc, http = settings.server or "127.0.0.1:50051", settings.http or "http://127.0.0.1:8000"
-    serve = ["holdfast", "serve", *_server_flags(settings, grpc), "--http", http.partition("://")[2]]
+    model, *sizes = _server_flags(settings)
+    serve = ["holdfast", "serve", model, "--grpc", grpc, *sizes, "--http", http.partition("://")[2]]
     duration_s = settings.duration_s or (0.0 if settings.turns else _LONG_RUN_S)
     known = dataclasses.replace(settings, server=grpc, http=http, duration_s=duration_s)
     bench = command_of(SCENARIO, known, is_quick=False)
@@ -163,28 +164,28 @@ def _sum_up(recording: Recording) -> None:
             recording.figure(f"{contestant}/latency_drift_p50_s", "s", found.latency_drift_p50_s, "lower")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    grpc: str
-    http: str
-    pid: int
-
-
 @contextlib.contextmanager
-def _place(settings: Settings) -> Iterator[_Place]:
+def _place(settings: Settings) -> Iterator[Served]:
     """The server that was named, or one of our own for as long as this lasts."""
     if settings.server:
-        yield _Place(settings.server, settings.http.rstrip("/"), settings.pid or _listening(settings.server))
+        pid = settings.pid or _listening(settings.server)
+        yield Served(http=settings.http.rstrip("/"), grpc=settings.server, pid=pid)
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        grpc = f"127.0.0.1:{free.getsockname()[1]}"
-    with serving(*_server_flags(settings, grpc)) as (http, pid):
-        yield _Place(grpc, f"http://{http}", pid)
+    with serving(*_server_flags(settings)) as served:
+        yield served
 
 
-def _server_flags(settings: Settings, grpc: str) -> list[str]:
-    sizes = ["--recent", str(settings.recent), "--dtype", settings.dtype, "--sessions", "4"]
-    return [settings.model, "--grpc", grpc, *sizes]
+def _server_flags(settings: Settings) -> list[str]:
+    return [
+        settings.model,
+        "--recent",
+        str(settings.recent),
+        "--dtype",
+        settings.dtype,
+        "--deterministic",
+        "--sessions",
+        "4",
+    ]
 
 
 def _listening(address: str) -> int:
@@ -200,7 +201,7 @@ def _listening(address: str) -> int:
 
 
 class _Run:
-    def __init__(self, settings: Settings, recording: Recording, place: _Place, client: "Client", web: Web) -> None:
+    def __init__(self, settings: Settings, recording: Recording, place: Served, client: "Client", web: Web) -> None:
         source = open_model(settings.model)
         if (served := client.model_info()).tokenizer_hash != source.tokenizer_hash:
             raise ConfigError(f"the server has {served.name}, not {settings.model}: name its model with --model")

@@ -5,12 +5,9 @@ import contextlib
 import os
 import resource
 import select
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -19,7 +16,6 @@ import msgspec
 
 from holdfast.errors import HoldfastError
 
-_START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 _SHOWN = 2000
 
@@ -59,15 +55,6 @@ class Child:
         if not line:
             raise self._failed("is gone")
         return msgspec.json.decode(line, type=kind)
-
-    def wait_until_served(self, address: str) -> None:
-        """Blocks until /health answers there."""
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while self._process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/health", timeout=1):
-                return
-            time.sleep(0.1)
-        raise self._failed(f"does not serve {address}")
 
     def close(self) -> None:
         """Blocks until the process has ended; its stdin ends now."""
@@ -145,20 +132,3 @@ def resident_bytes(pid: int) -> int:
         return int(statm.read_text().split()[1]) * resource.getpagesize()
     told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
     return int(told.stdout) * 1024
-
-
-@contextlib.contextmanager
-def serving(*flags: str) -> Iterator[tuple[str, int]]:
-    """`holdfast serve` as a user starts it: its HTTP address and process id."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "holdfast.cli", "serve", "--grpc", "127.0.0.1:0", "--http", address, *flags]
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
-        child = Child("holdfast serve", process, errors)
-        try:
-            child.wait_until_served(address)
-            yield address, process.pid
-        finally:
-            process.terminate()
-            child.close()

@@ -9,13 +9,34 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.bench import long_session, overhead, responsiveness
+from holdfast.bench import (
+    capacity,
+    decode,
+    long_session,
+    overhead,
+    prefill,
+    quality,
+    recovery,
+    responsiveness,
+    speculation,
+)
 from holdfast.bench.compare import Verdict, cautions, compare
 from holdfast.bench.report import Figure, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, run
+from holdfast.engine.embedded import build_engine
 from holdfast.errors import ConfigError
 
-SCENARIOS = (responsiveness.SCENARIO, overhead.SCENARIO, long_session.SCENARIO)
+SCENARIOS = (
+    responsiveness.SCENARIO,
+    overhead.SCENARIO,
+    long_session.SCENARIO,
+    recovery.SCENARIO,
+    capacity.SCENARIO,
+    quality.scenario(build_engine),
+    decode.SCENARIO,
+    prefill.SCENARIO,
+    speculation.SCENARIO,
+)
 
 _COMMANDS = {long_session.SCENARIO.name: long_session.commands}  # for a server of one's own
 

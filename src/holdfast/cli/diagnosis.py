@@ -1,5 +1,6 @@
 """Facts judged one by one: ok, a warning, or a problem that keeps a server from starting. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,8 +33,17 @@ def chosen_device(asked: str, torch: Library, mlx: Library, *, is_apple_silicon:
     return "cuda" if asked == "cuda" or (asked == "auto" and torch.cuda) else "cpu"
 
 
-def judge_torch(torch: Library, device: Device) -> Finding:
-    level: Level = "problem" if device in ("cpu", "cuda") else "ok"
+def judge_native(variants: Sequence[str], device: Device) -> Finding:
+    """`variants`: the builds that this machine can run, best first."""
+    if variants:
+        return Finding("native engine", "ok", f"built for {variants[0]}")
+    level: Level = "warning" if device == "cpu" else "ok"
+    says = "not built, so torch computes, several times slower: install a C++ compiler, then holdfast again"
+    return Finding("native engine", level, says)
+
+
+def judge_torch(torch: Library, device: Device, *, is_needed: bool) -> Finding:
+    level: Level = "problem" if is_needed and device in ("cpu", "cuda") else "ok"
     if torch.failure:
         return Finding("torch", level, f"{torch.version} does not import ({torch.failure}); install it again")
     if not torch.version:

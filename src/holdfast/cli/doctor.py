@@ -23,6 +23,7 @@ from holdfast.cli.diagnosis import (
     judge_fit,
     judge_memory,
     judge_mlx,
+    judge_native,
     judge_torch,
 )
 from holdfast.cli.doors import judge_doors
@@ -31,6 +32,8 @@ from holdfast.cli.flags import add_flags, settings
 from holdfast.cli.model_check import ModelFacts, check_engine, check_model
 from holdfast.cli.sizing import Sizes, WindowRow, window_table
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
+from holdfast.engine.embedded import is_native, resolved_dtype
+from holdfast.engine.native.library import usable_variants
 
 _DOORS = (
     *("grpc", "http", "keys_file", "tls_cert", "tls_key", "insecure"),
@@ -99,25 +102,28 @@ def examine(name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfi
     is_mac, is_embedded = examination.is_apple_silicon(), doors.backend == "embedded"
     device = chosen_device(engine.device, torch, mlx, is_apple_silicon=is_mac) if is_embedded else ""
     data = look_at_data(Path(doors.data_dir).expanduser()) if doors.data_dir else None
+    model, model_findings = check_model(name, chat if doors.http else None, device)
+    dtype = resolved_dtype(engine.dtype, model.architecture, device) if model else engine.dtype
+    has_native = model is not None and device == "cpu" and is_native(model.architecture, dtype)
     findings = [
         Finding("Python", "ok", platform.python_version()),
-        judge_torch(torch, device),
+        judge_native(usable_variants(), device),
+        judge_torch(torch, device, is_needed=not has_native),
         judge_mlx(mlx, device, is_apple_silicon=is_mac),
         *(judge_extra(extra, adds, is_installed=examination.is_installed(module)) for extra, module, adds in _EXTRAS),
         judge_memory(memory),
         *judge_doors(doors, upstream),
         judge_data(data),
     ]
-    model, found = check_model(name, chat if doors.http else None, device)
-    findings += found
+    findings += model_findings
     sizes: Sizes | None = None
     windows: tuple[WindowRow, ...] = ()
     if is_embedded and model:
-        shape, found = check_engine(model, engine)
+        shape, found = check_engine(model, engine, dtype)
         findings += found
         if shape:
             free_bytes = torch.cuda[0].free_bytes if device == "cuda" and torch.cuda else memory.available_bytes
-            sizes = model.sizes(engine.dtype, device, free_bytes)
+            sizes = model.sizes(dtype, device, free_bytes)
             windows = window_table(sizes, shape, model.architecture.context)
             findings.append(judge_fit(sizes, shape, engine.sessions, doors.snapshot_memory_mb * 2**20, device))
     return Report(

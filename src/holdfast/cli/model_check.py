@@ -7,6 +7,7 @@ from holdfast.chat.probe import Abilities
 from holdfast.cli.diagnosis import Device, Finding
 from holdfast.cli.sizing import Sizes, token_bytes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig
+from holdfast.engine import embedded
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.description import engine_info
 from holdfast.engine.slab import SlabShape
@@ -25,7 +26,8 @@ class ModelFacts:
     is_quantised: bool  # in the files and, by MLX, in memory
 
     def sizes(self, dtype: str, device: Device, memory_bytes: int | None) -> Sizes:
-        weights = self.file_bytes if self.is_quantised else weight_bytes(self.architecture, dtype, device)
+        arch, is_native = self.architecture, device == "cpu" and embedded.is_native(self.architecture, dtype)
+        weights = self.file_bytes if self.is_quantised else weight_bytes(arch, dtype, device, is_native=is_native)
         return Sizes(weight_bytes=weights, token_bytes=token_bytes(self.architecture, dtype), memory_bytes=memory_bytes)
 
 
@@ -46,22 +48,17 @@ def check_model(name: str, chat: ChatConfig | None, device: Device) -> tuple[Mod
     return facts, findings
 
 
-def check_engine(model: ModelFacts, config: EngineConfig) -> tuple[SlabShape | None, list[Finding]]:
+def check_engine(model: ModelFacts, config: EngineConfig, dtype: str) -> tuple[SlabShape | None, list[Finding]]:
     """The shape of a slab, or why there cannot be one."""
     try:
         if config.sink > config.max_pin:
             raise ConfigError(f"sink {config.sink} is more than max_pin {config.max_pin}; raise --max-pin")
         window = Window(sink=config.sink, recent=config.recent)
-        shape = SlabShape(
-            recent=config.recent,
-            max_pin=config.max_pin,
-            prefill_chunk=config.prefill_chunk,
-            rewind_tokens=config.rewind_tokens,
-        )
-        engine_info(model.name, model.architecture, digest="", dtype=config.dtype, shape=shape)
+        shape = embedded.slab_shape(config)
+        engine_info(model.name, model.architecture, digest="", dtype=dtype, shape=shape)
     except InvalidArgument as exc:
         return None, [Finding("window", "problem", str(exc))]
-    return shape, [Finding("window", "ok", f"{window.sink} + {window.recent} tokens of {config.dtype}")]
+    return shape, [Finding("window", "ok", f"{window.sink} + {window.recent} tokens, weights in {dtype}")]
 
 
 def judge_abilities(abilities: Abilities) -> Finding:

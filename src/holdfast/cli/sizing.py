@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from holdfast.engine.slab import SlabShape
 from holdfast.models import Architecture
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; int8 weights keep it in bfloat16
+_EIGHT_BITS = 34 / 32  # bytes of a weight, its share of the scale included
 WINDOWS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-RUNTIME_BYTES = 600_000_000  # interpreter, torch or MLX, activations of one step
+RUNTIME_BYTES = 600_000_000  # interpreter, libraries, activations of one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +41,40 @@ class WindowRow:
 
 def token_bytes(arch: Architecture, dtype: str) -> int:
     """Keys and values of one token in all layers."""
-    return arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim * BYTES[dtype]
+    return arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim * BYTES.get(dtype, BYTES["bfloat16"])
 
 
-def weight_bytes(arch: Architecture, dtype: str, device: str) -> int:
-    """Weights in memory. Everywhere but on CUDA what makes logits is float32."""
+def weight_bytes(arch: Architecture, dtype: str, device: str, *, is_native: bool = False) -> int:
+    """Weights in memory. On torch and MLX, except on CUDA, what makes logits is float32."""
+    if dtype == "int8":
+        return round(arch.num_parameters * _EIGHT_BITS)
     num_head = arch.vocab_size * arch.hidden_size
     plain = arch.num_parameters * BYTES[dtype]
-    if dtype == "float32" or device == "cuda":
+    if dtype == "float32" or device == "cuda" or is_native:
         return plain
     # On torch a tied embedding stays beside its float32 copy; otherwise the head itself is wider.
     has_copy = arch.has_tied_embeddings and device == "cpu"
     return plain + num_head * (BYTES["float32"] - (0 if has_copy else BYTES[dtype]))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSizes:
+    """What one session of a model takes. `windows` are full ones of so many recent tokens; None: beyond its context."""
+
+    token_bytes: int
+    windows: tuple[int | None, ...]
+    slab_bytes: int
+    snapshots_per_gb: int  # of a full window as in the shape
+
+
+def session_sizes(arch: Architecture, dtype: str, shape: SlabShape, sink: int, windows: Sequence[int]) -> SessionSizes:
+    each = token_bytes(arch, dtype)
+    return SessionSizes(
+        token_bytes=each,
+        windows=tuple((sink + recent) * each if sink + recent <= arch.context else None for recent in windows),
+        slab_bytes=shape.capacity * each,
+        snapshots_per_gb=10**9 // ((sink + shape.recent) * each),
+    )
 
 
 def window_table(

@@ -1,15 +1,20 @@
 """Builds the embedded engine from its settings."""
 
+import dataclasses
 import importlib.util
 import platform
+from pathlib import Path
 
 from holdfast.config import EngineConfig
+from holdfast.engine import native
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
+from holdfast.engine.speculative import NGram, Proposer, Speculator
+from holdfast.engine.speculative.draft_model import DraftModel
 from holdfast.engine.window import Window
 from holdfast.engine.worker import OnStep, Worker, ignore_step
 from holdfast.errors import ConfigError
-from holdfast.models import ModelSource
+from holdfast.models import Architecture, ModelSource, open_model
 
 
 def build_engine(source: ModelSource, config: EngineConfig) -> Engine:
@@ -17,32 +22,102 @@ def build_engine(source: ModelSource, config: EngineConfig) -> Engine:
     if config.sink > config.max_pin:
         raise ConfigError(f"sink {config.sink} is more than max_pin {config.max_pin}; raise --max-pin or lower --sink")
     Window(sink=config.sink, recent=config.recent)
-    shape = SlabShape(
+    shape = slab_shape(config)
+    if config.device == "mlx" or (config.device == "auto" and _is_apple_silicon() and _has_mlx()):
+        return _on_mlx(source, config, shape)
+    if config.device == "cuda" or (config.device == "auto" and _has_cuda()):
+        return _on_cuda(source, config, shape)
+    return _on_cpu(source, config, shape)
+
+
+def slab_shape(config: EngineConfig) -> SlabShape:
+    return SlabShape(
         recent=config.recent,
         max_pin=config.max_pin,
         prefill_chunk=config.prefill_chunk,
+        draft_length=config.draft_length,
         rewind_tokens=config.rewind_tokens,
     )
-    if config.device == "mlx" or (config.device == "auto" and _is_apple_silicon() and _has_mlx()):
-        return _on_mlx(source, config, shape)
-    return _on_torch(source, config, shape)
 
 
-def _on_torch(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
+def resolved_dtype(asked: str, arch: Architecture, device: str) -> str:
+    """What `--dtype` comes to for a model on cpu, cuda or mlx."""
+    if asked != "auto":
+        return asked
+    return "int8" if device == "cpu" and is_native(arch, "int8") else "bfloat16"
+
+
+def is_native(arch: Architecture, dtype: str) -> bool:
+    """Whether the CPU computes such a model in native code."""
+    return native.is_available() and native.fits(arch, dtype)
+
+
+def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
+    """In native code; where that was not built, or lacks something, on torch."""
+    dtype = resolved_dtype(config.dtype, source.architecture, "cpu")
+    if is_native(source.architecture, dtype):
+        return native.load_engine(
+            source,
+            num_slabs=config.sessions,
+            shape=shape,
+            dtype=dtype,
+            deterministic=config.deterministic,
+            num_threads=config.threads,
+        )
+    if dtype == "int8" or config.deterministic:
+        wish = "dtype int8" if dtype == "int8" else "--deterministic"
+        raise ConfigError(f"on this CPU {wish} needs the native engine: install a C++ compiler, then holdfast again")
+    return _on_torch(source, config, shape, dtype=dtype, device="cpu")
+
+
+def _on_cuda(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
+    """With Triton's kernels; on torch alone where Triton is not installed."""
+    dtype = resolved_dtype(config.dtype, source.architecture, "cuda")
+    if importlib.util.find_spec("triton") and _has_cuda():
+        from holdfast.engine.cuda import load_engine
+
+        return load_engine(
+            source,
+            num_slabs=config.sessions,
+            shape=shape,
+            dtype=dtype,
+            device="cuda",
+            deterministic=config.deterministic,
+        )
+    if dtype == "int8" or config.deterministic:
+        wish = "dtype int8" if dtype == "int8" else "--deterministic"
+        raise ConfigError(f"on CUDA {wish} needs Triton: pip install triton")
+    return _on_torch(source, config, shape, dtype=dtype, device="cuda")
+
+
+def _on_torch(source: ModelSource, config: EngineConfig, shape: SlabShape, *, dtype: str, device: str) -> Engine:
     try:
         from holdfast.engine.torch import load_engine
     except ImportError as exc:
         hint = ", or on a Mac 'holdfast[mlx]'" if _is_apple_silicon() else ""
-        raise ConfigError(f"the embedded engine needs torch: pip install 'holdfast[torch]'{hint}") from exc
-    return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=config.dtype, device=config.device)
+        raise ConfigError(f"this engine needs torch: pip install 'holdfast[torch]'{hint}") from exc
+    return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=dtype, device=device)
 
 
 def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
+    if config.dtype == "int8" or config.deterministic:
+        wish = "dtype int8" if config.dtype == "int8" else "--deterministic"
+        raise ConfigError(f"device mlx has no {wish}; use --device cpu for it")
     try:
         from holdfast.engine.mlx import load_engine
     except ImportError as exc:
         raise ConfigError("device mlx needs MLX: pip install 'holdfast[mlx]'") from exc
-    return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=config.dtype)
+    dtype = resolved_dtype(config.dtype, source.architecture, "mlx")
+    return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=dtype)
+
+
+def _has_cuda() -> bool:
+    """Asked only where torch is installed: loading it takes a second that the native engine does not need."""
+    if importlib.util.find_spec("torch") is None or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _is_apple_silicon() -> bool:
@@ -53,11 +128,31 @@ def _has_mlx() -> bool:
     return importlib.util.find_spec("mlx") is not None
 
 
+def build_speculator(engine: Engine, config: EngineConfig) -> Speculator | None:
+    """Who drafts for `engine`, as configured; None: nobody."""
+    proposer: Proposer
+    wanted = config.proposer
+    if wanted == "auto":
+        wanted = "ngram" if isinstance(engine, native.NativeEngine) else "none"
+    if wanted == "none" or not config.draft_length:
+        return None
+    if wanted == "draft_model":
+        if not config.draft_model:
+            raise ConfigError("--proposer draft_model needs --draft-model, a smaller model of the same vocabulary")
+        small = dataclasses.replace(config, max_pin=min(config.max_pin, 4), rewind_tokens=0, dtype="auto")
+        proposer = DraftModel(build_engine(open_model(config.draft_model), small), vocab_size=engine.info.vocab_size)
+    else:
+        proposer = NGram()
+    return Speculator(proposer, draft_length=config.draft_length, row_cost=engine.info.row_cost)
+
+
 def build_worker(source: ModelSource, config: EngineConfig, on_step: OnStep = ignore_step) -> Worker:
     """The engine on a thread of its own, not started yet."""
+    engine = build_engine(source, config)
     return Worker(
-        build_engine(source, config),
+        engine,
         max_batch=config.max_batch,
         max_recompute_tokens=config.max_recompute_tokens,
+        speculator=build_speculator(engine, config),
         on_step=on_step,
     )

@@ -6,7 +6,7 @@ it is the scheduler's. All calls come from the one thread that owns the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ class EngineInfo:
     kv_itemsize: int
     fingerprint: str  # weights, dtype and rotary settings; caches of one fit no other
     row_invariant: bool = False  # whether a row's bits are free of its neighbours
+    row_cost: float = 0.25  # what one more row adds to a forward of one, in such forwards
 
     @property
     def kv_bytes_per_position(self) -> int:
@@ -94,3 +95,19 @@ class Engine(Protocol):
 
     def clear_slab(self, slab: Slab) -> None:
         """Zero all cells: what a failed computation left must not poison the next owner."""
+
+
+@runtime_checkable
+class BurstingEngine(Protocol):
+    """An engine that can also go on alone for some tokens: sample on the device and feed back what it sampled."""
+
+    def max_burst(self) -> int:
+        """How many tokens it may go ahead in one call."""
+
+    def can_burst(self, pick: Pick) -> bool:
+        """Whether it can draw such a token by itself."""
+
+    def burst(
+        self, rows: Sequence[Row], picks: Sequence[Pick], num_steps: int
+    ) -> list[list[Sampled | NonFiniteLogits]]:
+        """`num_steps` outcomes for every row of one token, as many single forwards and samples would give."""

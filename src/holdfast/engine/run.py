@@ -26,7 +26,11 @@ class Run:
     prefill_duration_s: float = 0.0
     is_cancelled: bool = False
     state: ConstraintState | None = None  # of the constraint in `params`, from its first use on
-    num_accepted: int = 0  # how many of `sampled` the state has seen
+    num_shown: int = 0  # how many of `sampled` the state has seen
+    strength: int = 0  # of the last draft
+    num_proposed: int = 0  # drafted tokens
+    num_accepted: int = 0  # those that were sampled
+    is_ended: bool = False
     started_at: float = field(default_factory=time.perf_counter)
 
     @property
@@ -47,9 +51,9 @@ class Run:
             return None
         if self.state is None:
             self.state = self.params.constraint.start()
-        while self.num_accepted < len(self.sampled):
-            self.state.accept(self.sampled[self.num_accepted])
-            self.num_accepted += 1
+        while self.num_shown < len(self.sampled):
+            self.state.accept(self.sampled[self.num_shown])
+            self.num_shown += 1
         allowed = self.state.allowed()
         allowed[list(self.params.eos_token_ids)] = self.state.may_end
         if not allowed.any():
@@ -98,4 +102,6 @@ class Run:
             prefill_duration_s=self.prefill_duration_s,
             total_duration_s=time.perf_counter() - self.started_at,
             seed=self.params.seed if self.params else None,
+            num_proposed=self.num_proposed,
+            num_accepted=self.num_accepted,
         )

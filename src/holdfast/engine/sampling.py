@@ -14,7 +14,7 @@ from holdfast.generation import Mask, Sampled, SamplingParams
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
-_ROUNDING = 1e-9  # two even tokens reach a top_p of 0.5 with one of them, whatever the last bit says
+ROUNDING = 1e-9  # two even tokens reach a top_p of 0.5 with one of them, whatever the last bit says
 _NUCLEUS_GUESS = 1024  # most nuclei are smaller than this, and partitioning beats sorting the vocabulary
 
 
@@ -39,7 +39,7 @@ def _sample(logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogit
     top = float(logits.max())
     norm = top + math.log(float(np.exp(logits - np.float32(top)).sum(dtype=np.float64))) if math.isfinite(top) else top
     if not (math.isfinite(norm) and np.isfinite(logits).all()):
-        return NonFiniteLogits(f"the model's logits for position {pick.position} are not finite")
+        return not_finite(pick)
     params = pick.params
     adjusted = adjust(logits, pick)
     if params.temperature == 0:
@@ -56,6 +56,10 @@ def _sample(logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogit
         sampling_logprob=sampling_logprob,
         top=_top(logits, norm, params.top_logprobs),
     )
+
+
+def not_finite(pick: Pick) -> NonFiniteLogits:
+    return NonFiniteLogits(f"the model's logits for position {pick.position} are not finite")
 
 
 def adjust(logits: NDArray[np.float32], pick: Pick) -> Floats:
@@ -87,7 +91,7 @@ def survivors(scaled: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
         kept = _nucleus(logprobs, params.top_p)
         ids, logprobs = ids[kept], _renormalised(logprobs[kept])
     if params.min_p > 0:
-        kept = np.flatnonzero(logprobs >= logprobs.max() + math.log(params.min_p) - _ROUNDING)
+        kept = np.flatnonzero(logprobs >= logprobs.max() + math.log(params.min_p) - ROUNDING)
         ids, logprobs = ids[kept], _renormalised(logprobs[kept])
     reachable = np.flatnonzero(logprobs >= logprobs.max() - REACH)
     return ids[reachable], logprobs[reachable]
@@ -117,9 +121,9 @@ def _nucleus(logprobs: Floats, top_p: float) -> Ids:
         ids = _largest(logprobs, min(num, logprobs.size))
         order = ids[np.argsort(-logprobs[ids], kind="stable")]
         mass = np.cumsum(np.exp(logprobs[order]))
-        if mass[-1] >= top_p - _ROUNDING:
+        if mass[-1] >= top_p - ROUNDING:
             break
-    return np.sort(order[: int(np.searchsorted(mass, top_p - _ROUNDING)) + 1])
+    return np.sort(order[: int(np.searchsorted(mass, top_p - ROUNDING)) + 1])
 
 
 def _top(logits: NDArray[np.float32], norm: float, num: int) -> tuple[tuple[int, float], ...]:

@@ -1,6 +1,7 @@
 """Whose tokens go into the next step. Pure Python: no tensors, no threads, no clock."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,10 +9,11 @@ from holdfast.engine.run import Run
 
 
 class Work(NamedTuple):
-    """`num_tokens` of a run's uncomputed tokens go into one forward."""
+    """`num_tokens` of a run's uncomputed tokens go into one forward; then a draft of those that may follow them."""
 
     run: Run
     num_tokens: int
+    draft: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class Sequence:
         self.tokens = array("i", tokens)
         self.failure: SessionFailed | None = None
         self.reported_dropped = slab.window.sink  # positions below it are known to the caller as dropped
+        self.num_rewinds = 0
         self.inv1_violations = 0
         self.inv2_violations = 0
         self._declared_tail = len(self.tokens) - slab.length
@@ -78,6 +79,7 @@ class Sequence:
         else:
             slab.reset()
         del self.tokens[length:]
+        self.num_rewinds += 1
         self._declared_tail = length - self.slab.length
         self._floor = self.slab.length
         self.reported_dropped = min(self.reported_dropped, self.slab.window.dropped(length).stop)

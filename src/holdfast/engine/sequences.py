@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from holdfast.engine import snapshot as snapshots
 from holdfast.engine.interface import Engine
 from holdfast.engine.run import Failed, Run
-from holdfast.engine.scheduler import Scheduler
+from holdfast.engine.scheduler import Plan, Scheduler
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.slab import Slab, SlabPool
 from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.speculative import Speculator
 from holdfast.engine.step import Outcome, step
 from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Done, Sampled
@@ -19,8 +20,11 @@ from holdfast.generation import Done, Sampled
 class Sequences:
     """Sequences by id. Each has a slab for as long as it is here, and at most one run."""
 
-    def __init__(self, engine: Engine, *, max_batch: int, max_recompute_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, *, max_batch: int, max_recompute_tokens: int, speculator: Speculator | None = None
+    ) -> None:
         self.engine = engine
+        self._speculator = speculator
         self.pool = SlabPool(engine.num_slabs, engine.shape)
         self.scheduler = Scheduler(prefill_chunk=engine.shape.prefill_chunk, max_batch=max_batch)
         self.infos: dict[int, SequenceInfo] = {}  # replaced as a whole, so that any thread may read
@@ -99,6 +103,8 @@ class Sequences:
         if sequence.failure:
             self.engine.clear_slab(sequence.slab)
         self.pool.release(sequence.slab)
+        if self._speculator:
+            self._speculator.forget(sequence_id)
         del self._sequences[sequence_id], self.infos[sequence_id]
         return len(sequence.tokens)
 
@@ -130,8 +136,16 @@ class Sequences:
     def step(self) -> int:
         """One engine step; returns how many sequences it served."""
         plan = self.scheduler.plan()
+        if self._speculator:
+            drafts = self._speculator.drafts([work.run for work in plan.decode])
+            works = [work._replace(draft=draft) for work, draft in zip(plan.decode, drafts, strict=True)]
+            plan = Plan(works, plan.prefill)
+        before = [work.run.num_accepted for work in plan.decode]
         for outcome in step(self.engine, plan):
             self._settle(outcome)
+        for work, num in zip(plan.decode, before, strict=True):
+            if self._speculator and work.draft:
+                self._speculator.learn(work.run, len(work.draft), work.run.num_accepted - num)
         return len(plan.decode) + len(plan.prefill)
 
     def _settle(self, outcome: Outcome) -> None:
@@ -144,6 +158,7 @@ class Sequences:
             self._publish(run.sequence)
 
     def _end(self, run: Run, event: Done | Failed) -> None:
+        run.is_ended = True
         self.scheduler.remove(run)
         del self._running[run.sequence.id]
         self._publish(run.sequence)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.engine.interface import Engine, KeysValues
+from holdfast.engine.interface import Engine, EngineInfo, KeysValues
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import Slab
 from holdfast.errors import SnapshotMismatch
@@ -74,13 +74,31 @@ def check(engine: Engine, snapshot: Snapshot, tokens: "array[int]") -> None:
     ):
         if theirs != ours:
             raise SnapshotMismatch(f"the snapshot's {name} is {theirs}, this engine's is {ours}")
+    if (problem := _flaw(snapshot, info)) is not None:
+        raise SnapshotMismatch(f"the snapshot contradicts itself: {problem}")
     if header.sink > shape.max_pin or header.length - header.lowest > shape.capacity - header.sink:
         raise SnapshotMismatch(f"the snapshot was taken from a larger slab ({header.capacity} > {shape.capacity})")
-    if (
+    if header.length > len(tokens) or (
         tuple(tokens[header.length :]) != header.tail
         or _history_digest(tokens[: header.length]) != header.history_digest
     ):
         raise SnapshotMismatch("the snapshot belongs to another history")
+
+
+def _flaw(snapshot: Snapshot, info: EngineInfo) -> str | None:
+    """Snapshots come from other servers too: what no engine writes must not get near a slab."""
+    header = snapshot.header
+    numbers = (header.sink, header.recent, header.capacity, header.length, header.high, header.reported_dropped)
+    if not all(isinstance(number, int) and number >= 0 for number in (*numbers, header.lowest)):
+        return "its header holds what is no count"
+    if not min(header.sink, header.length) <= header.lowest <= header.length:
+        return f"it begins at {header.lowest} and ends at {header.length}"
+    num_positions = min(header.sink, header.length) + header.length - header.lowest
+    expected = (info.num_layers, info.num_kv_heads, num_positions, info.head_dim)
+    for name, part in snapshot.kv._asdict().items():
+        if part.shape != expected or part.dtype.itemsize != info.kv_itemsize:
+            return f"its {name} are {part.shape} of {part.dtype} instead of {expected}"
+    return None
 
 
 def restore(engine: Engine, snapshot: Snapshot, slab: Slab) -> None:

@@ -1,15 +1,16 @@
 """One step of the engine: forward the planned rows, commit, sample. A bad row fails alone."""
 
+import functools
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, cast
 
-from holdfast.engine.interface import Engine, Logits, Row
+from holdfast.engine.interface import BurstingEngine, Engine, Logits, Row
 from holdfast.engine.run import Run
 from holdfast.engine.sampling import Pick
 from holdfast.engine.scheduler import Plan, Work
 from holdfast.errors import ConstraintFailed, HoldfastError, NonFiniteLogits, SessionFailed
-from holdfast.generation import Sampled, SamplingParams
+from holdfast.generation import Sampled
 
 Result = Sampled | HoldfastError | None
 
@@ -21,15 +22,19 @@ class Outcome(NamedTuple):
     result: Result
 
 
-def step(engine: Engine, plan: Plan) -> Iterable[Outcome]:
-    """Both forwards of a step, decoding rows first. Mutates slabs and sequences."""
+def step(engine: Engine, plan: Plan) -> Iterator[Outcome]:
+    """Both forwards of a step, decoding rows first. Mutates slabs and sequences.
+
+    Whoever iterates takes every outcome before asking for the next: a run that ends gets no more of them.
+    """
     if plan.decode:
-        yield from forward(engine, plan.decode)
+        num_ahead = _num_ahead(engine, plan)
+        yield from _burst(engine, plan.decode, num_ahead) if num_ahead > 1 else forward(engine, plan.decode)
     if plan.prefill:
         yield from forward(engine, plan.prefill)
 
 
-def forward(engine: Engine, works: list[Work]) -> list[Outcome]:
+def forward(engine: Engine, works: list[Work]) -> Iterator[Outcome]:
     """One forward over `works`; where it raises, each row alone (a repeated write changes nothing)."""
     started = time.perf_counter()
     rows = [_row(work) for work in works]
@@ -37,70 +42,141 @@ def forward(engine: Engine, works: list[Work]) -> list[Outcome]:
         row.slab.begin_write(len(row.tokens))
     try:
         logits = engine.forward(rows)
-        results = _sample(engine, logits, works, rows)
+        results = _sample(engine, logits, _firsts(works, rows))
     except Exception as exc:
         if engine.is_fatal(exc):
             raise
         if len(works) > 1:
-            return [outcome for work in works for outcome in forward(engine, [work])]
-        return [Outcome(works[0].run, as_holdfast_error(exc))]
-    return _commit(works, rows, results, time.perf_counter() - started)
+            for work in works:
+                yield from forward(engine, [work])
+        else:
+            yield Outcome(works[0].run, as_holdfast_error(exc))
+        return
+    yield from _commit(works, results, time.perf_counter() - started)
+    yield from _verify(engine, logits, works, rows)
 
 
 def _row(work: Work) -> Row:
-    run, num_tokens = work
+    run, num_tokens, draft = work
     samples = run.params is not None and num_tokens == run.num_to_compute
-    return Row(run.sequence.slab, run.sequence.next_tokens(num_tokens), 1 if samples else 0)
+    return Row(run.sequence.slab, [*run.sequence.next_tokens(num_tokens), *draft], 1 + len(draft) if samples else 0)
 
 
-def _sample(engine: Engine, logits: Logits, works: list[Work], rows: list[Row]) -> list[Result]:
-    """One result a row. A run whose constraint allows nothing fails without being sampled."""
-    results: list[Result] = [None] * len(works)
-    picks: dict[int, Pick] = {}
+def _firsts(works: list[Work], rows: list[Row]) -> list[tuple[Run, int] | None]:
+    """For each work the run to sample for and the row of logits after its own tokens."""
+    firsts: list[tuple[Run, int] | None] = []
     num_logits = 0
-    for index, ((run, _), row) in enumerate(zip(works, rows, strict=True)):
-        if row.num_logits and run.params is not None:
-            try:
-                picks[index] = _pick(run, run.params, num_logits)
-            except ConstraintFailed as exc:
-                results[index] = exc
+    for work, row in zip(works, rows, strict=True):
+        firsts.append((work.run, num_logits) if row.num_logits else None)
         num_logits += row.num_logits
+    return firsts
+
+
+def _sample(engine: Engine, logits: Logits, asked: Sequence[tuple[Run, int] | None]) -> list[Result]:
+    """One result each. A run whose constraint allows nothing fails without being sampled."""
+    results: list[Result] = [None] * len(asked)
+    picks: dict[int, Pick] = {}
+    for index, ask in enumerate(asked):
+        if ask is None:
+            continue
+        try:
+            picks[index] = _pick(*ask)
+        except ConstraintFailed as exc:
+            results[index] = exc
     for index, outcome in zip(picks, engine.sample(logits, list(picks.values())), strict=True):
         results[index] = outcome
     return results
 
 
-def _pick(run: Run, params: SamplingParams, row: int) -> Pick:
+def _pick(run: Run, row: int) -> Pick:
+    assert run.params is not None
     return Pick(
         row=row,
         position=len(run.sequence.tokens),
-        params=params,
+        params=run.params,
         sampled=run.sampled,
-        visible=run.sequence.visible_tokens() if params.repetition_penalty != 1 else (),
+        visible=run.sequence.visible_tokens() if run.params.repetition_penalty != 1 else (),
         allowed=run.allowed(),
     )
 
 
-def _commit(works: list[Work], rows: list[Row], results: list[Result], duration_s: float) -> list[Outcome]:
+def _commit(works: Iterable[Work], results: Iterable[Result], duration_s: float) -> Iterator[Outcome]:
     """Advance slabs and sequences. A run whose constraint failed leaves its last token pending, as it was."""
-    outcomes = []
-    for (run, num_tokens), row, sampled in zip(works, rows, results, strict=True):
+    for (run, num_tokens, _), sampled in zip(works, results, strict=True):
         result = sampled
         if isinstance(result, ConstraintFailed):
-            outcomes.append(Outcome(run, result))
+            yield Outcome(run, result)
             continue
         if not run.sampled:
             run.prefill_tokens += num_tokens
             run.prefill_duration_s += duration_s
-        row.slab.end_write(num_tokens)
+        run.sequence.slab.end_write(num_tokens)
         try:
             run.sequence.computed(num_tokens)
         except SessionFailed as exc:
             result = exc
         if isinstance(result, NonFiniteLogits):
             run.sequence.failure = result
-        outcomes.append(Outcome(run, result))
-    return outcomes
+        yield Outcome(run, result)
+
+
+def _verify(engine: Engine, logits: Logits, works: list[Work], rows: list[Row]) -> Iterator[Outcome]:
+    """Go on through the drafts, for as long as what was sampled is what was drafted.
+
+    Each drafted token is then an ordinary step whose forward is already done: sampled, committed and judged as any.
+    """
+    firsts = _firsts(works, rows)
+    going = [(work, first[1]) for work, first in zip(works, firsts, strict=True) if first and work.draft]
+    for work, _ in going:
+        work.run.num_proposed += len(work.draft)
+    index = 0
+    while going := [
+        (work, row)
+        for work, row in going
+        if index < len(work.draft) and not work.run.is_ended and work.run.sampled[-1] == work.draft[index]
+    ]:
+        index += 1
+        for work, _ in going:
+            work.run.num_accepted += 1
+        results = _sample(engine, logits, [(work.run, row + index) for work, row in going])
+        yield from _commit([Work(work.run, 1) for work, _ in going], results, 0.0)
+
+
+def _num_ahead(engine: Engine, plan: Plan) -> int:
+    """For how many tokens the engine may go ahead alone: nobody waits, and it can sample for everybody here."""
+    if plan.prefill or not _bursts(type(engine)):
+        return 1
+    alone = cast(BurstingEngine, engine)
+    num = alone.max_burst()
+    for run, _, draft in plan.decode:
+        params = run.params
+        if draft or params is None or params.constraint or not alone.can_burst(_pick(run, 0)):
+            return 1
+        num = min(num, params.max_tokens - len(run.sampled), run.sequence.slab.max_write)
+    return num
+
+
+@functools.cache
+def _bursts(kind: type) -> bool:
+    return issubclass(kind, BurstingEngine)
+
+
+def _burst(engine: Engine, works: list[Work], num_steps: int) -> Iterator[Outcome]:
+    """Many steps in one call. What comes after a run's end is dropped: its cells lie beyond the slab's length."""
+    rows = [_row(work) for work in works]
+    for row in rows:
+        row.slab.begin_write(num_steps)
+    try:
+        picks = [_pick(work.run, index) for index, work in enumerate(works)]
+        outcomes = cast(BurstingEngine, engine).burst(rows, picks, num_steps)
+    except Exception as exc:
+        if engine.is_fatal(exc):
+            raise
+        yield from forward(engine, works)
+        return
+    for index in range(num_steps):
+        going = [(work, found[index]) for work, found in zip(works, outcomes, strict=True) if not work.run.is_ended]
+        yield from _commit([work for work, _ in going], [found for _, found in going], 0.0)
 
 
 def as_holdfast_error(exc: Exception) -> HoldfastError:

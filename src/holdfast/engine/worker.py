@@ -24,6 +24,7 @@ from holdfast.engine.run import Failed, Run
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.sequences import Sequences
 from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.speculative import Speculator
 from holdfast.engine.step import as_holdfast_error
 from holdfast.engine.stream import Mailroom, Stream
 from holdfast.errors import Draining, HoldfastError, InvalidArgument, SessionNotFound
@@ -53,10 +54,13 @@ class Worker:
         *,
         max_batch: int = 64,
         max_recompute_tokens: int = 65536,
+        speculator: Speculator | None = None,
         on_step: OnStep = ignore_step,
     ) -> None:
         self.engine = engine
-        self._sequences = Sequences(engine, max_batch=max_batch, max_recompute_tokens=max_recompute_tokens)
+        self._sequences = Sequences(
+            engine, max_batch=max_batch, max_recompute_tokens=max_recompute_tokens, speculator=speculator
+        )
         self._on_step = on_step
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -1,5 +1,7 @@
-"""Reads a GGUF file through the `gguf` package: architecture, weights as float32, vocabulary."""
+"""A GGUF file: architecture, vocabulary, and weights as float32, dequantised by the `gguf` package."""
 
+import math
+import struct
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from numpy.typing import NDArray
 
 from holdfast.errors import ModelError
 from holdfast.models.architecture import Architecture, rotary_frequencies
+from holdfast.models.gguf_header import MAGIC, TensorPlace, read_header
 
-_MAGIC = b"GGUF"
+_PLAIN = {0: np.float32, 1: np.float16}  # what needs no dequantising, by ggml's numbers
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 # Hugging Face's names on the left are the ones that the loader asks for.
@@ -40,23 +43,21 @@ class GGUFFile:
         try:
             with path.open("rb") as stream:
                 magic = stream.read(4)
-            if magic != _MAGIC:
+            if magic != MAGIC:
                 raise ModelError(f"{path} is not a GGUF file")
-            from gguf import GGUFReader
-
-            self._reader = GGUFReader(path)
-            self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+            header = read_header(path)
+            self._facts, self._tensors = header.facts, header.tensors
+            self._bytes = np.memmap(path, np.uint8, "r")
+            ends = [place.offset + math.prod(_stored_shape(place)) for place in self._tensors.values()]
         except ImportError as exc:
             raise ModelError("reading GGUF files needs the gguf package: pip install gguf") from exc
-        except (OSError, ValueError, IndexError, KeyError, OverflowError) as exc:
+        except (OSError, ValueError, IndexError, KeyError, OverflowError, struct.error, MemoryError) as exc:
             raise ModelError(f"{path} is truncated or damaged; download it again ({exc})") from exc
-        size = path.stat().st_size
-        if any(tensor.data_offset + tensor.n_bytes > size for tensor in self._reader.tensors):
+        if any(end > len(self._bytes) for end in ends):
             raise ModelError(f"{path} is truncated: its tensors reach past the end of the file")
 
     def value(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return self._facts.get(key, default)
 
     def _required(self, key: str) -> Any:
         value = self.value(key)
@@ -116,7 +117,7 @@ class GGUFFile:
         if "rope_freqs.weight" not in self._tensors:
             return plain
         # Llama 3's scaling is stored as one divisor per frequency.
-        divisors = self._tensors["rope_freqs.weight"].data.astype(np.float64)
+        divisors = self._dequantised(self._tensors["rope_freqs.weight"]).astype(np.float64)
         return tuple(float(f) for f in np.asarray(plain) / divisors)
 
     def __contains__(self, name: str) -> bool:
@@ -131,17 +132,24 @@ class GGUFFile:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """The weight with Hugging Face name `name`, dequantised, rows in Hugging Face's order."""
+        place = self._tensors.get(self._stored_name(name))
+        if place is None:
+            raise ModelError(f"{self.path} lacks the tensor {self._stored_name(name)}")
+        return self._unpermuted(name, self._dequantised(place))
+
+    def _dequantised(self, place: TensorPlace) -> NDArray[np.float32]:
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        tensor = self._tensors.get(self._stored_name(name))
-        if tensor is None:
-            raise ModelError(f"{self.path} lacks the tensor {self._stored_name(name)}")
+        kind, shape = GGMLQuantizationType(place.kind), _stored_shape(place)
+        stored = self._bytes[place.offset : place.offset + math.prod(shape)].reshape(shape)
+        if kind in _PLAIN:
+            stored = stored.view(_PLAIN[kind])
         try:
-            weight: NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            weight: NDArray[np.float32] = dequantize(stored, kind).astype(np.float32)
         except NotImplementedError as exc:
-            raise ModelError(f"{self.path}: quantisation {tensor.tensor_type.name} is not supported") from exc
-        weight = weight.reshape(tuple(int(n) for n in reversed(tensor.shape)))
-        return self._unpermuted(name, weight)
+            raise ModelError(f"{self.path}: quantisation {kind.name} is not supported") from exc
+        return weight.reshape(tuple(reversed(place.shape)))
 
     def _unpermuted(self, name: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
         """llama files interleave the two halves of every rotary pair in q and k; undo that."""
@@ -151,3 +159,14 @@ class GGUFFile:
         num_heads = self.architecture.num_heads if is_query else self.architecture.num_kv_heads
         halves = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
         return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _stored_shape(place: TensorPlace) -> tuple[int, ...]:
+    """Rows of bytes, as `dequantize` takes them."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
+    *others, row = reversed(place.shape)
+    if row % block:
+        raise ValueError(f"the tensor {place.name} has rows of {row}, no whole blocks of {block}")
+    return (*others, row // block * num_bytes)

@@ -10,7 +10,12 @@ from pathlib import Path
 from holdfast.errors import ConfigError, Unauthenticated
 
 LOCAL_OWNER = "local"  # everyone, where no keys are set
-ADMIN = "admin"  # who may pause turns and say which weights are in use
+ADMIN = "admin"  # who may pause turns, say which weights are in use, and see to closed sessions of anyone
+
+
+def is_admin(owner: str) -> bool:
+    """Whether they may do what concerns all owners: `admin`, or anyone where no keys are set."""
+    return owner in (ADMIN, LOCAL_OWNER)
 
 
 class Keys:

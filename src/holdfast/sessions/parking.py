@@ -35,17 +35,20 @@ class Parking:
 
     async def wake(self, session: Session) -> int:
         """Give the session a slab again, for which there must be room; how many tokens were computed for it."""
+        recomputed = await self.revive(session, await self.snapshot_of(session))
+        if len(session.history):
+            self._metrics.session_woken.labels("recomputed" if recomputed else "snapshot").inc()
+        return recomputed
+
+    async def revive(self, session: Session, content: bytes | None) -> int:
+        """The same from a given snapshot, or without one."""
         tokens = session.history.tokens
         if not tokens:
             session.handle = await self._backend.open(sink=session.sink)
             return 0
-        content = None
-        if self._snapshots is not None:
-            content = await asyncio.to_thread(self._snapshots.get, session.id)
         if content is not None:
             try:
                 session.handle = await self._backend.restore(content, tokens)
-                self._metrics.session_woken.labels("snapshot").inc()
                 return 0
             except SnapshotMismatch as exc:
                 logger.warning("session %s is computed again: %s", session.id, exc)
@@ -56,8 +59,15 @@ class Parking:
             await asyncio.shield(asyncio.ensure_future(self._backend.close(handle)))
             raise
         session.handle = handle
-        self._metrics.session_woken.labels("recomputed").inc()
         return len(tokens)
+
+    async def snapshot_of(self, session: Session) -> bytes | None:
+        """What its cache is at this moment, or was when it was parked. Nobody else may use the session meanwhile."""
+        if not len(session.history):
+            return None
+        if session.handle is not None:
+            return await self._backend.snapshot(session.handle)
+        return None if self._snapshots is None else await asyncio.to_thread(self._snapshots.get, session.id)
 
     async def forget(self, session: Session) -> None:
         """Nobody will ask for its snapshot any more."""

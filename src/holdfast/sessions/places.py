@@ -24,7 +24,7 @@ class Places:
         self._metrics = metrics
 
     async def opened(self, opening: Callable[[], Coroutine[Any, Any, int]], *, may_evict: bool) -> int:
-        """A new handle. The place stays claimed: `Store.add` fills it."""
+        """What `opening` gives, once there is room. The place stays claimed: `Store.add` fills it."""
         victim = self._store.claim_place()
         try:
             await self._make_room(victim, may_evict=may_evict)
@@ -41,6 +41,15 @@ class Places:
             session.recomputed_tokens = await self._parking.wake(session)
         finally:
             self._store.release_place()
+
+    async def admit(self, session: Session, content: bytes | None) -> None:
+        """A slab for a session from elsewhere, filled from its snapshot where that fits, and a place in the store."""
+        session.recomputed_tokens = await self.opened(lambda: self._parking.revive(session, content), may_evict=True)
+        self._store.add(session)
+
+    async def snapshot_of(self, session: Session) -> bytes | None:
+        """The cache of a session whose gate is ours, awake or not, where there is a snapshot to be had."""
+        return await self._parking.snapshot_of(session)
 
     async def park(self, session: Session) -> None:
         session.parking = asyncio.ensure_future(self._parking.park(session))

@@ -13,13 +13,14 @@ from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.observability.metrics import Metrics
 from holdfast.sessions.journal import entries
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
-from holdfast.sessions.journal.entries import Entry, ForkedFrom, Kind, Pinned, SessionClosed
+from holdfast.sessions.journal.entries import Entry, ForkedFrom, Kind, Pinned, SessionClosed, SessionOpened
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.keeping import opened, restored, spans_since
 from holdfast.sessions.observe import observe_batch, watch_sessions
 from holdfast.sessions.operations import Conclude, Operations, live
 from holdfast.sessions.parking import Parking
 from holdfast.sessions.places import Places
+from holdfast.sessions.portable.keeper import ChatKeeper
 from holdfast.sessions.ports import Backend, EventStream, ModelInfo
 from holdfast.sessions.session import Session
 from holdfast.sessions.spans import SpanPiece
@@ -61,6 +62,7 @@ class Runtime:
         for gone in self.journal.closed():
             self._store.remember(gone.session_id, gone.owner, gone.why)
         self.on_gone: Callable[[str], None] = lambda session_id: None  # who keeps more about a session drops it
+        self.chats: ChatKeeper | None = None  # and tells it to whoever takes a session elsewhere
         self.metrics = metrics or Metrics()
         self._operations = Operations(backend, self.metrics)
         parking = Parking(backend, snapshots, self.metrics)
@@ -291,6 +293,50 @@ class Runtime:
             raise
         return self._view(fork), recomputed
 
+    async def read_out(
+        self, session_id: str, owner: str, *, with_snapshot: bool
+    ) -> tuple[SessionOpened, list[Entry], bytes | None]:
+        """A session as it stands: what it is, its spans, its cache. A parked one is not woken for it."""
+        session = await self._enter(session_id, owner, None, is_woken=False)
+        try:
+            content = await self._places.snapshot_of(session) if with_snapshot else None
+            self._check_not_closed(session)
+            return opened(session), spans_since(session, 0), content
+        except HoldfastError:
+            self._check_not_closed(session)  # closing beats whatever came of it
+            raise
+        finally:
+            self._operations.end(session)
+
+    async def take_in(
+        self, stored: StoredSession, facts: Sequence[Entry], content: bytes | None, on_kept: Callable[[], None]
+    ) -> tuple[SessionView, int]:
+        """A session that was made elsewhere, awake and on record, and how many tokens had to be computed for it.
+
+        `facts` is all of it for the journal; `on_kept` is called once they are there, before anyone can use it.
+        """
+        self._operations.check_open()
+        session = await asyncio.to_thread(restored, stored, self._clock)  # long ones take a while
+        session.gate.enter()
+        self._operations.begin()
+        try:
+            await self._places.admit(session, content)
+            try:
+                await self._keep(session, *facts)
+                self._check_not_closed(session)
+                on_kept()
+            except BaseException:
+                await self._discard(session)
+                raise
+        finally:
+            self._operations.end(session)
+        self.metrics.session_total.labels("imported").inc()
+        return self._view(session), session.recomputed_tokens
+
+    def next_number(self) -> int:
+        """Of a session that is about to be made."""
+        return next(self._numbers)
+
     def info(self, session_id: str, owner: str) -> SessionView:
         """How the session stands. Never waits, also while it is busy."""
         return self._view(self._store.get(session_id, owner))
@@ -347,7 +393,13 @@ class Runtime:
     # Inside
 
     async def _enter(
-        self, session_id: str, owner: str, expected_length: int | None, *, writes: Kind | None = None
+        self,
+        session_id: str,
+        owner: str,
+        expected_length: int | None,
+        *,
+        writes: Kind | None = None,
+        is_woken: bool = True,
     ) -> Session:
         """The session, claimed for one operation and awake. `writes`: only sessions of that kind may be changed so."""
         session = self._store.get(session_id, owner)
@@ -364,7 +416,7 @@ class Runtime:
                 raise InvalidArgument(
                     f"session {session_id} {_USES[session.kind]}; elsewhere it can be read, forked and closed"
                 )
-            if session.handle is None:
+            if session.handle is None and is_woken:
                 await self._places.wake(session)
         except BaseException:
             session.leave()
@@ -385,8 +437,7 @@ class Runtime:
     async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]], **fields: Any) -> Session:
         """Make room, open, and keep; whatever happens in between, no place is lost."""
         handle = await self._places.opened(opening, may_evict=fields["is_kept"])
-        number = next(self._numbers)
-        session = Session(id=new_session_id(), number=number, handle=handle, clock=self._clock, **fields)
+        session = Session(id=new_session_id(), number=self.next_number(), handle=handle, clock=self._clock, **fields)
         self._store.add(session)
         self.metrics.session_total.labels("created").inc()
         return session

@@ -1,15 +1,20 @@
 """All chat sessions of a server: create, take turns, fork, reward, close. What every chat door calls."""
 
+import contextlib
+import hashlib
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import InvalidArgument, Paused
 from holdfast.sessions.journal.base import Journal, StoredSession
 from holdfast.sessions.journal.entries import Rewarded, TurnDelivered
+from holdfast.sessions.portable.content import PortableTurn
+from holdfast.sessions.portable.keeper import ChatContent
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.view import SessionView
+from holdfast.trajectories.carrying import chat_content, checked_trajectory
 from holdfast.trajectories.control import Control
 from holdfast.trajectories.keeping import restored
 from holdfast.trajectories.replies import Asked, TurnEvent
@@ -32,6 +37,8 @@ class Chats:
         self._turns = turns
         self._trajectories: dict[str, Trajectory] = {}
         runtime.on_gone = self._forget
+        runtime.chats = self
+        self.template_hash = hashlib.blake2b(chat.template.source.encode(), digest_size=16).hexdigest()
 
     def restore(self, stored: StoredSession) -> None:
         """A chat session from the journal; the runtime has its tokens already."""
@@ -122,6 +129,25 @@ class Chats:
         finally:
             source.release()
         return view
+
+    @contextlib.asynccontextmanager
+    async def exported(self, session_id: str, owner: str) -> AsyncIterator[ChatContent]:
+        """All that is on record of a chat, which takes no turn while the context lasts. SessionBusy where one runs."""
+        _, trajectory = self.get(session_id, owner)
+        trajectory.claim()
+        try:
+            yield await chat_content(trajectory, self._runtime.journal)
+        finally:
+            trajectory.release()
+
+    def prepared(self, stored: StoredSession, turns: Sequence[PortableTurn]) -> Callable[[], None]:
+        """Checks a chat from elsewhere; blocks. What it gives, called on the loop, takes the chat over."""
+        trajectory = checked_trajectory(stored, turns, keeps_bodies=not self._runtime.journal.keeps_bodies)
+
+        def take_over() -> None:
+            self._trajectories[trajectory.session_id] = trajectory
+
+        return take_over
 
     async def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
         """What a session, or one of its turns, was worth."""

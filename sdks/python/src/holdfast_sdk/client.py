@@ -77,16 +77,19 @@ class Client:
             if not page_token:
                 return
 
-    def import_session(self, chunks: Iterable[bytes]) -> Session:
-        """A new session from what `Session.export` gave."""
+    def import_session(self, chunks: Iterable[bytes], *, timeout_s: float | None = None) -> Session:
+        """A new session with exactly the tokens of what `Session.export` gave, or InvalidArgument says why not.
+
+        `origin` says how many tokens were computed again. Takes as long as it takes, unless told otherwise.
+        """
         outgoing = Outgoing(chunks)
         try:
-            imported = self._wire.run(client_flows.import_session(self._limits, outgoing.messages()))
+            imported = self._wire.run(client_flows.import_session(outgoing.messages(), timeout_s))
         except HoldfastError as error:
             if outgoing.failure:
                 raise outgoing.failure from error
             raise
-        return Session(self._wire, SessionFlows(imported.session_id, self._limits), imported)
+        return Session(self._wire, SessionFlows(imported.session_id, self._limits, imported.history_length), imported)
 
     def close(self) -> None:
         """Close the connection; sessions stay on the server."""

@@ -50,6 +50,6 @@ def page_of_sessions(
     return [convert.session_info(info) for info in answer.sessions], answer.next_page_token
 
 
-def import_session(limits: Limits, chunks: object) -> Flow[Imported]:
+def import_session(chunks: object, timeout_s: float | None) -> Flow[Imported]:
     """`chunks` iterates SessionChunk messages, in the way that the wire reads them."""
-    return convert.imported((yield limits.call("ImportSession", chunks)))
+    return convert.imported((yield Limits(timeout_s).call("ImportSession", chunks)))

@@ -58,6 +58,7 @@ def imported(message: pb.ImportSessionResponse) -> results.Imported:
         session_id=message.session_id,
         reused_tokens=message.reused_tokens,
         recomputed_tokens=message.recomputed_tokens,
+        history_length=message.history_length,
     )
 
 

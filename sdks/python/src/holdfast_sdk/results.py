@@ -67,9 +67,12 @@ class Forked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
+    """`reused_tokens` came with their cache, `recomputed_tokens` were computed; together they are the history."""
+
     session_id: str
     reused_tokens: int
     recomputed_tokens: int
+    history_length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

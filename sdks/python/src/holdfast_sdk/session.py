@@ -91,9 +91,12 @@ class Session:
             for message in stream:
                 yield convert.history_chunk(message)
 
-    def export(self) -> Iterator[bytes]:
-        """The whole session in chunks, for `Client.import_session`."""
-        with closing(self._wire.stream(self._wire.run(self._flows.export()))) as stream:
+    def export(self, *, with_snapshot: bool = True, timeout_s: float | None = None) -> Iterator[bytes]:
+        """The whole session in chunks: write them to a file, or give them to `Client.import_session`.
+
+        Without its snapshot it is much smaller, and is computed again where it is imported. No time limit by itself.
+        """
+        with closing(self._wire.stream(self._wire.run(self._flows.export(with_snapshot, timeout_s)))) as stream:
             for message in stream:
                 yield message.data
 

@@ -132,9 +132,9 @@ class SessionFlows:
         yield from self.settle()
         return self._call("GetHistory", pb.GetHistoryRequest, from_position=start, to_position=end)
 
-    def export(self) -> Flow[Call]:
+    def export(self, with_snapshot: bool, timeout_s: float | None) -> Flow[Call]:
         yield from self.settle()
-        return self._call("ExportSession", pb.ExportSessionRequest)
+        return self._stream("ExportSession", pb.ExportSessionRequest, timeout_s, without_snapshot=not with_snapshot)
 
     def close(self) -> Flow[Closed]:
         result = convert.closed((yield self._call("CloseSession", pb.CloseSessionRequest)))
@@ -148,5 +148,5 @@ class SessionFlows:
         return self.limits.call(rpc, build(message, session_id=self.session_id, **fields), timeout_s)
 
     def _stream(self, rpc: str, message: type[object], timeout_s: float | None, **fields: object) -> Call:
-        """A generation takes as long as it takes, unless told otherwise."""
+        """A generation or an export takes as long as it takes, unless told otherwise."""
         return Limits(timeout_s).call(rpc, build(message, session_id=self.session_id, **fields))

@@ -21,6 +21,7 @@ class Runner {
   readonly #client: sdk.Client;
   readonly #sessions = new Map<string, sdk.Session>();
   readonly #saved = new Map<string, unknown>();
+  readonly #files = new Map<string, Buffer>();
 
   constructor(client: sdk.Client) {
     this.#client = client;
@@ -64,6 +65,11 @@ class Runner {
         return this.#made(step, await this.#client.createSession(options));
       case "fork":
         return this.#made(step, await this.#session(step).fork(options));
+      case "export":
+        this.#files.set(step.save_file ?? "", Buffer.concat(await gathered(this.#session(step).export(options))));
+        return {};
+      case "import":
+        return this.#made({ as: "", ...step }, await this.#client.importSession([this.#file(step)]));
       case "generate":
       case "generate_and_leave":
         return tokensOf(this.#session(step).generate(options), step);
@@ -91,6 +97,12 @@ class Runner {
     const session = this.#sessions.get(step.session ?? "");
     if (!session) throw new Error(`no session is named ${step.session}`);
     return session;
+  }
+
+  #file(step: Step): Uint8Array {
+    const bytes = this.#files.get(step.file ?? "");
+    if (!bytes) throw new Error(`no file is named ${step.file}`);
+    return bytes.subarray(0, bytes.length - (step.cut ?? 0));
   }
 
   #made(step: Step, session: sdk.Session): Fields {

@@ -18,6 +18,11 @@ export interface Step {
   error?: string;
   details?: Fields;
   save_tokens?: string;
+  /** For `export`: the name of its bytes. */
+  save_file?: string;
+  /** For `import`: which bytes, and how many at their end to leave out. */
+  file?: string;
+  cut?: number;
 }
 
 export interface Scenario {
@@ -26,7 +31,9 @@ export interface Scenario {
   steps: Step[];
 }
 
-const STEP_KEYS = new Set("call as session session_id with after expect error details save_tokens".split(" "));
+const STEP_KEYS = new Set(
+  "call as session session_id with after expect error details save_tokens save_file file cut".split(" "),
+);
 
 /** The scenarios of a folder, by file name; a step with a key that means nothing is refused. */
 export function scenariosIn(folder: string): [file: string, scenario: Scenario][] {

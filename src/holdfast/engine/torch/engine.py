@@ -81,7 +81,7 @@ class TorchEngine:
     @torch.inference_mode()
     def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
         return KeysValues(
-            *(_to_bits(gather(tensor, slab, positions)) for tensor in (self._slabs.keys, self._slabs.values))
+            *(to_bits(gather(tensor, slab, positions)) for tensor in (self._slabs.keys, self._slabs.values))
         )
 
     @torch.inference_mode()
@@ -98,7 +98,7 @@ class TorchEngine:
         self._slabs.values[:, slab.slot] = 0
 
 
-def _to_bits(tensor: Tensor) -> NDArray[np.generic]:
+def to_bits(tensor: Tensor) -> NDArray[np.generic]:
     """A copy on the host; numpy has no bfloat16, so those travel as 16-bit integers."""
     host = tensor.cpu()
     bits: NDArray[np.generic] = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()

@@ -74,51 +74,69 @@ def reader_for(source: ModelSource) -> TensorReader:
     return GGUFReader(source) if isinstance(source, GGUFSource) else SafetensorsReader(source)
 
 
-def load_weights(
-    reader: TensorReader, arch: Architecture, *, dtype: torch.dtype, device: torch.device
-) -> DecoderWeights:
-    """All weights in `dtype` on `device`; norms stay float32. A wrong shape is refused by name."""
+class WeightLoader:
+    """Reads parts of a decoder in `dtype` onto `device`; norms stay float32. A wrong shape is refused by name."""
 
-    def read(name: str, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        tensor = reader.read(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
-        return tensor.to(device=device, dtype=dtype)
+    def __init__(self, reader: TensorReader, arch: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._reader = reader
+        self._arch = arch
+        self._dtype = dtype
+        self._device = device
 
-    hidden, mlp, dim = arch.hidden_size, arch.mlp_size, arch.head_dim
-    queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
+    def embedding(self) -> Tensor:
+        return self._read("model.embed_tokens.weight", self._arch.vocab_size, self._arch.hidden_size)
 
-    def norm(name: str, size: int = hidden) -> Tensor:
-        return read(f"{name}.weight", size, dtype=torch.float32)
+    def norm(self) -> Tensor:
+        return self._norm("model.norm", self._arch.hidden_size)
 
-    def layer(index: int) -> LayerWeights:
-        at = f"model.layers.{index}"
+    def head(self, dtype: torch.dtype | None = None) -> Tensor:
+        name = "model.embed_tokens.weight" if self._arch.has_tied_embeddings else "lm_head.weight"
+        return self._read(name, self._arch.vocab_size, self._arch.hidden_size, dtype=dtype)
+
+    def layer(self, index: int) -> LayerWeights:
+        arch, at = self._arch, f"model.layers.{index}"
+        hidden, mlp, dim = arch.hidden_size, arch.mlp_size, arch.head_dim
+        queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
         parts = (
             (f"{at}.self_attn.q_proj", queries),
             (f"{at}.self_attn.k_proj", keys),
             (f"{at}.self_attn.v_proj", keys),
         )
+        read = self._read
         return LayerWeights(
-            attention_norm=norm(f"{at}.input_layernorm"),
+            attention_norm=self._norm(f"{at}.input_layernorm", hidden),
             qkv=torch.cat([read(f"{name}.weight", size, hidden) for name, size in parts]),
             qkv_bias=torch.cat([read(f"{name}.bias", size) for name, size in parts]) if arch.has_qkv_bias else None,
-            query_norm=norm(f"{at}.self_attn.q_norm", dim) if arch.has_qk_norm else None,
-            key_norm=norm(f"{at}.self_attn.k_norm", dim) if arch.has_qk_norm else None,
+            query_norm=self._norm(f"{at}.self_attn.q_norm", dim) if arch.has_qk_norm else None,
+            key_norm=self._norm(f"{at}.self_attn.k_norm", dim) if arch.has_qk_norm else None,
             output=read(f"{at}.self_attn.o_proj.weight", hidden, queries),
-            mlp_norm=norm(f"{at}.post_attention_layernorm"),
+            mlp_norm=self._norm(f"{at}.post_attention_layernorm", hidden),
             gate_up=torch.cat([read(f"{at}.mlp.{part}_proj.weight", mlp, hidden) for part in ("gate", "up")]),
             down=read(f"{at}.mlp.down_proj.weight", hidden, mlp),
         )
 
-    embedding = read("model.embed_tokens.weight", arch.vocab_size, hidden)
+    def _norm(self, name: str, size: int) -> Tensor:
+        return self._read(f"{name}.weight", size, dtype=torch.float32)
+
+    def _read(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self._reader.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+
+def load_weights(
+    reader: TensorReader, arch: Architecture, *, dtype: torch.dtype, device: torch.device
+) -> DecoderWeights:
+    """All weights of a decoder."""
+    loader = WeightLoader(reader, arch, dtype=dtype, device=device)
+    embedding = loader.embedding()
     # A bfloat16 logit is off by up to a sixteenth; only CUDA's products give float32 from bfloat16.
     head_dtype = dtype if device.type == "cuda" else torch.float32
-    head_name = "model.embed_tokens.weight" if arch.has_tied_embeddings else "lm_head.weight"
+    is_shared = arch.has_tied_embeddings and embedding.dtype == head_dtype
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(layer(index) for index in range(arch.num_layers)),
-        norm=norm("model.norm"),
-        head=embedding
-        if arch.has_tied_embeddings and embedding.dtype == head_dtype
-        else read(head_name, arch.vocab_size, hidden, dtype=head_dtype),
+        layers=tuple(loader.layer(index) for index in range(arch.num_layers)),
+        norm=loader.norm(),
+        head=embedding if is_shared else loader.head(head_dtype),
     )

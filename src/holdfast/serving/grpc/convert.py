@@ -45,6 +45,7 @@ def sampling_params(options: pb.SamplingOptions, max_tokens: int, eos_token_ids:
         stop_token_ids=frozenset(options.stop_token_ids),
         eos_token_ids=eos_token_ids,
         top_logprobs=options.top_logprobs,
+        speculation=options.speculation if options.HasField("speculation") else True,
         **given,
     )
 
@@ -79,6 +80,8 @@ def _done(value: Done) -> pb.GenerateEvent:
             dropped_token_count=value.num_dropped,
             seed=value.seed,
             history_length=value.history_length,
+            proposed_draft_tokens=value.num_proposed,
+            accepted_draft_tokens=value.num_accepted,
         )
     )
 

@@ -52,7 +52,7 @@ def create_server(runtime: Runtime, config: ServeConfig, keys: Keys | None = Non
         ("grpc.so_reuseport", 0),  # two servers on one port would share calls at random
     ]
     server = grpc.aio.server(interceptors=[Guard(SERVICE, keys or Keys(), runtime.metrics)], options=options)
-    rpc.add_RuntimeServiceServicer_to_server(RuntimeService(runtime), server)  # type: ignore[no-untyped-call]
+    rpc.add_RuntimeServiceServicer_to_server(RuntimeService(runtime, max_session_mb=config.max_session_mb), server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -4,24 +4,29 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from holdfast.errors import InvalidArgument, Unimplemented
+from holdfast.errors import InvalidArgument, PayloadTooLarge
 from holdfast.serving.grpc import convert
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import current_owner
+from holdfast.serving.keys import is_admin
+from holdfast.sessions.portable.file import pieces
+from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
 
 _PAGE, _MAX_PAGE = 100, 1000
-_LATER = "exporting and importing sessions comes with the journal"
+_MB = 1024 * 1024
 
 
 class RuntimeService(rpc.RuntimeServiceServicer):
     """Owners come from the interceptor; errors are raised and translated there."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, max_session_mb: int = 1024) -> None:
         self._runtime = runtime
+        self._transfers = Transfers(runtime)
+        self._max_session_mb = max_session_mb
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         view = await self._runtime.create(
@@ -131,13 +136,28 @@ class RuntimeService(rpc.RuntimeServiceServicer):
             yield convert.history_chunk(piece)
 
     async def ExportSession(self, request: pb.ExportSessionRequest, context: Context) -> AsyncIterator[pb.SessionChunk]:
-        raise Unimplemented(_LATER)
-        yield  # an async generator, like every streaming method
+        owner = current_owner.get()
+        parts = await self._transfers.export(
+            request.session_id, owner, with_snapshot=not request.without_snapshot, is_admin=is_admin(owner)
+        )
+        for piece in pieces(parts):
+            yield pb.SessionChunk(data=piece)
 
     async def ImportSession(
         self, request_iterator: AsyncIterator[pb.SessionChunk], context: Context
     ) -> pb.ImportSessionResponse:
-        raise Unimplemented(_LATER)
+        data = bytearray()
+        async for chunk in request_iterator:
+            data += chunk.data
+            if len(data) > self._max_session_mb * _MB:
+                raise PayloadTooLarge(f"the session file is larger than {self._max_session_mb} MB (--max-session-mb)")
+        imported = await self._transfers.import_file(current_owner.get(), data)
+        return pb.ImportSessionResponse(
+            session_id=imported.session_id,
+            reused_tokens=imported.reused_tokens,
+            recomputed_tokens=imported.recomputed_tokens,
+            history_length=imported.history_length,
+        )
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         length = await self._runtime.close(request.session_id, current_owner.get())

@@ -19,6 +19,7 @@ STATUS = {
     "invalid_argument": grpc.StatusCode.INVALID_ARGUMENT,
     "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "capacity_exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "payload_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "journal_failed": grpc.StatusCode.UNAVAILABLE,
     "storage_unavailable": grpc.StatusCode.UNAVAILABLE,
     "upstream_invalid": grpc.StatusCode.UNAVAILABLE,

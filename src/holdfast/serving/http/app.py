@@ -12,16 +12,19 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.matching import load_matcher
 from holdfast.config import ChatConfig, ServeConfig
 from holdfast.serving.http.control import Controls
-from holdfast.serving.http.door import Door, owner_of
+from holdfast.serving.http.door import IMPORT_PATH, Door, owner_of
 from holdfast.serving.http.health import Health
 from holdfast.serving.http.openai import OpenAI
 from holdfast.serving.http.openapi import document
+from holdfast.serving.http.purging import Purging
 from holdfast.serving.http.relaying import METHODS, Passing, Upstream
 from holdfast.serving.http.samples import Samples
 from holdfast.serving.http.sessions import Sessions
+from holdfast.serving.http.transfer import Transfer
 from holdfast.serving.keys import Keys
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import StoredSession
+from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
 from holdfast.trajectories.chats import Chats
 from holdfast.trajectories.control import Control
@@ -77,6 +80,7 @@ def _chat_routes(
     openai = OpenAI(chat, runtime.model, SingleShots(runtime, admission))
     sessions = Sessions(chat, runtime.model, chats, is_relayed=upstream is not None)
     controls = Controls(chats)
+    transfer = Transfer(Transfers(runtime))
 
     async def session_models(request: Request) -> Response:
         chats.get(request.path_params["session_id"], owner_of(request))
@@ -92,10 +96,13 @@ def _chat_routes(
         Route("/v1/models", openai.models),
         Route("/v1/models/{model:path}", openai.model),
         Route("/sessions", sessions.create, methods=["POST"]),
+        Route(IMPORT_PATH, transfer.import_session, methods=["POST"]),
+        Route("/sessions/purge", Purging(runtime, retain_days=config.retain_days).purge, methods=["POST"]),
         Route("/sessions", sessions.list_sessions),
         Route(one, sessions.show),
         Route(one, sessions.delete, methods=["DELETE"]),
         Route(f"{one}/fork", sessions.fork, methods=["POST"]),
+        Route(f"{one}/export", transfer.export),
         Route(f"{one}/samples", Samples(chats).samples, methods=["POST"]),
         Route(f"{one}/reward", sessions.reward, methods=["POST"]),
         Route(f"{one}/v1/chat/completions", sessions.session_chat, methods=["POST"]),

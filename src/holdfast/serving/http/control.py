@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse, Response
 from holdfast.errors import Forbidden, InvalidArgument
 from holdfast.serving.http.door import owner_of
 from holdfast.serving.http.requests import WeightVersion, decode
-from holdfast.serving.keys import ADMIN, LOCAL_OWNER
+from holdfast.serving.keys import ADMIN, is_admin
 from holdfast.trajectories.chats import Chats
 
 
@@ -34,5 +34,5 @@ class Controls:
 
 
 def _check(request: Request) -> None:
-    if owner_of(request) not in (ADMIN, LOCAL_OWNER):
+    if not is_admin(owner_of(request)):
         raise Forbidden(f"this needs a key of the owner {ADMIN!r}")

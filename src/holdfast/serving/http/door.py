@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("holdfast.access")
 
 OPEN_PATHS = ("/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
+IMPORT_PATH = "/sessions/import"
 STATELESS_PATHS = ("/v1/chat/completions", "/v1/completions")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499  # what nginx calls a client that left
@@ -36,7 +37,8 @@ class Door:
         self._app = app
         self._keys = keys
         self._metrics = metrics
-        self._max_body = config.max_body_mb * 1024 * 1024
+        self._limit = _Limit(config.max_body_mb, "the request body", "--max-body-mb")
+        self._import_limit = _Limit(config.max_session_mb, "the session file", "--max-session-mb")
         self._logs_bodies = config.log_prompts
         self._is_plain = config.compat == "miles"
         self._deprecation: dict[str, str] = {}
@@ -72,28 +74,26 @@ class Door:
         if call.scope["path"] not in OPEN_PATHS:
             call.scope["holdfast.owner"] = self._keys.owner_of(headers.get("authorization"))
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_body:
-            raise self._too_large()
-        await self._app(call.scope, self._limited(call), call.send)
+        limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
+        if length.isdigit():
+            limit.check(int(length))
+        await self._app(call.scope, self._limited(call, limit), call.send)
 
-    def _limited(self, call: "_Call") -> Receive:
+    def _limited(self, call: "_Call", limit: "_Limit") -> Receive:
         received = 0
+        is_logged = self._logs_bodies and limit is self._limit  # session files are no text
 
         async def receive() -> Message:
             nonlocal received
             message = await call.receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                if received > self._max_body:
-                    raise self._too_large()
-                if self._logs_bodies:
+                limit.check(received)
+                if is_logged:
                     call.body += message.get("body", b"")
             return message
 
         return receive
-
-    def _too_large(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the request body is larger than {self._max_body >> 20} MB (--max-body-mb)")
 
     async def _refuse(self, call: "_Call", exc: Exception) -> None:
         if call.status:  # too late for an answer: end the connection instead of pretending that all went well
@@ -115,6 +115,18 @@ class Door:
             "client": (call.scope.get("client") or [None])[0],
         }
         return line | ({"body": call.body.decode(errors="replace")} if self._logs_bodies else {})
+
+
+class _Limit(NamedTuple):
+    """How large something may be, and which setting says so."""
+
+    num_mb: int
+    what: str
+    flag: str
+
+    def check(self, num_bytes: int) -> None:
+        if num_bytes > self.num_mb << 20:
+            raise PayloadTooLarge(f"{self.what} is larger than {self.num_mb} MB ({self.flag})")
 
 
 class _Call:

@@ -12,13 +12,16 @@ from holdfast.serving.http.requests import (
     Completion,
     Fork,
     NewSession,
+    Purge,
     Reward,
     SamplesRequest,
     WeightVersion,
 )
 
 _SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
-_TYPES = (ChatCompletion, Completion, NewSession, Fork, Reward, SamplesRequest, WeightVersion)
+_SNAPSHOT = {"name": "snapshot", "in": "query", "schema": {"type": "boolean", "default": True}}
+_FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_TYPES = (ChatCompletion, Completion, NewSession, Fork, Purge, Reward, SamplesRequest, WeightVersion)
 
 
 def _operation(about: str, *, body: type | None = None, status: int = 200, optional: bool = False) -> dict[str, Any]:
@@ -30,6 +33,16 @@ def _operation(about: str, *, body: type | None = None, status: int = 200, optio
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}
         operation["requestBody"] = {"required": not optional, "content": {"application/json": {"schema": schema}}}
     return operation
+
+
+def _upload(about: str) -> dict[str, Any]:
+    return _operation(about) | {"requestBody": {"required": True, "content": _FILE}}
+
+
+def _download(about: str) -> dict[str, Any]:
+    operation = _operation(about)
+    operation["responses"]["200"]["content"] = _FILE
+    return operation | {"parameters": [_SNAPSHOT]}
 
 
 def build() -> dict[str, Any]:
@@ -55,6 +68,9 @@ def build() -> dict[str, Any]:
                 "get": _operation("your sessions"),
                 "post": _operation("open a session", body=NewSession, optional=True),
             },
+            "/sessions/import": {"post": _upload("a new session from a session file")},
+            "/sessions/purge": {"post": _operation("forget closed sessions for good", body=Purge, optional=True)},
+            "/sessions/{session_id}/export": one | {"get": _download("the session as a file")},
             "/sessions/{session_id}": one
             | {"get": _operation("how it stands"), "delete": _operation("close it", status=204)},
             "/sessions/{session_id}/fork": one

@@ -150,6 +150,14 @@ class Fork(Struct, kw_only=True, forbid_unknown_fields=True):
     label: Annotated[str, Meta(max_length=1000)] | None = None
 
 
+class Purge(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which closed sessions are to be forgotten: these, or those closed so long ago; else what is past retention."""
+
+    session_ids: Annotated[list[str], Meta(min_length=1, max_length=100_000)] | None = None
+    older_than_s: Annotated[float, Meta(ge=0, le=1e12)] | None = None
+    dry_run: bool = False
+
+
 def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
     """The body as `kind`, or InvalidArgument that names the field."""
     if may_be_empty and not body.strip():

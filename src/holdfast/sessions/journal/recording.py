@@ -24,17 +24,26 @@ from holdfast.sessions.journal.entries import (
     TurnRecorded,
 )
 from holdfast.sessions.journal.packing import checksum_of, packed, row_checksum
+from holdfast.sessions.journal.pending import Pending
 from holdfast.sessions.journal.segments import Segments
 
 _INLINE_BYTES = 64 * 1024  # longer bodies go to the segments
+_DELIVERED = checksum_of(None, 0) ^ checksum_of(None, 1)  # what delivering adds to the sum of a turn without a reward
 
 
 class Recorder:
-    """Mutates the database and the segments; whoever calls begins, commits and rolls back both."""
+    """Mutates the database and the segments; whoever calls begins, commits and rolls back both.
+
+    Call `flush` before a commit and `discard` after a rollback: turns and spans are collected until then.
+    """
 
     def __init__(self, connection: sqlite3.Connection, segments: Segments) -> None:
         self._connection = connection
         self._segments = segments
+        self._pending = Pending(connection)
+        self._delivered: list[tuple[str, int]] = []
+        self._last_step: int | None = None
+        self._last_body: int | None = None
 
     def record(self, entry: Entry) -> None:
         match entry:
@@ -56,17 +65,31 @@ class Recorder:
             case TurnRecorded():
                 self._turn(entry, self._body(entry.request), self._body(entry.response))
             case TurnDelivered():
-                self._change_turn(entry.session_id, entry.number, is_delivered=1)
+                self._delivered.append((entry.session_id, entry.number))
             case Rewarded(turn=None):
                 self._change_session(entry.session_id, reward=entry.reward + 0.0)
             case Rewarded(turn=int(number)):
+                self.flush()
                 self._change_turn(entry.session_id, number, reward=entry.reward + 0.0)
             case Pinned():
                 self._change_session(entry.session_id, sink=entry.sink)
             case SessionClosed():
                 self._change_session(entry.session_id, closed_why=entry.why, closed_at=float(entry.at) + 0.0)
             case SessionPurged():
+                self.flush()
                 self._purge(entry.session_id)
+
+    def flush(self) -> None:
+        """Everything that was recorded is in the database."""
+        self._pending.flush()
+        delivered, self._delivered = self._delivered, []
+        if delivered:
+            self._deliver(delivered)
+
+    def discard(self) -> None:
+        """What was recorded and not committed is forgotten."""
+        self._pending.clear()
+        self._delivered.clear()
 
     def _open(self, entry: SessionOpened) -> None:
         fields = (
@@ -83,8 +106,10 @@ class Recorder:
             json.dumps([entry.forked_from.session_id, entry.forked_from.turns]) if entry.forked_from else None,
         )
         state = (entry.sink, None, None, None)
-        self._insert("sessions", *fields, row_checksum(fields, state), *state)
+        values = (*fields, row_checksum(fields, state), *state)
+        self._connection.execute(f"INSERT INTO sessions VALUES ({', '.join('?' * len(values))})", values)
         if entry.forked_from:
+            self.flush()
             self._copy_turns(entry.forked_from, entry.session_id)
 
     def _copy_turns(self, source: ForkedFrom, session_id: str) -> None:
@@ -130,7 +155,7 @@ class Recorder:
             response,
         )
         state = (reward, int(is_delivered))
-        self._insert("turns", *fields, row_checksum(fields, state), *state)
+        self._pending.add("turns", *fields, row_checksum(fields, state), *state)
 
     def _span(
         self,
@@ -144,14 +169,28 @@ class Recorder:
         stop_reason: str | None = None,
     ) -> None:
         fields = (self._next_step(), session_id, kind, length, tokens, logprobs, sampling_logprobs, stop_reason)
-        self._insert("spans", *fields, row_checksum(fields))
+        self._pending.add("spans", *fields, row_checksum(fields))
 
     def _body(self, content: bytes) -> int:
         """The id of the row that has the bytes, or says where they are."""
+        number = self._next_body()
         facts = (len(content), checksum_of(content))
         if len(content) > _INLINE_BYTES:
-            return self._insert("bodies", None, *self._segments.append(content), *facts, None)
-        return self._insert("bodies", None, None, None, *facts, content)
+            self._pending.add("bodies", number, *self._segments.append(content), *facts, None)
+        else:
+            self._pending.add("bodies", number, None, None, *facts, content)
+        return number
+
+    def _deliver(self, turns: Sequence[tuple[str, int]]) -> None:
+        """As `_change_turn`, in one call for all of which nothing else has changed: nearly always."""
+        cursor = self._connection.executemany(
+            f"UPDATE turns SET is_delivered = 1, checksum = (checksum | {_DELIVERED}) - (checksum & {_DELIVERED})"
+            " WHERE session = ? AND number = ? AND is_delivered = 0 AND reward IS NULL",
+            turns,
+        )
+        if cursor.rowcount != len(turns):
+            for session_id, number in turns:
+                self._change_turn(session_id, number, is_delivered=1)
 
     def _purge(self, session_id: str) -> None:
         bodies = self._connection.execute(
@@ -166,16 +205,20 @@ class Recorder:
         )
 
     def _next_step(self) -> int:
-        """Spans and turns share one count, so that their order is on record."""
-        return int(
-            self._connection.execute(
-                "SELECT 1 + max(ifnull((SELECT max(step) FROM spans), 0), ifnull((SELECT max(step) FROM turns), 0))"
-            ).fetchone()[0]
-        )
+        """Spans and turns share one count, so that their order is on record. What is rolled back leaves a gap."""
+        if self._last_step is None:
+            self._last_step = max(self._highest("step", "spans"), self._highest("step", "turns"))
+        self._last_step += 1
+        return self._last_step
 
-    def _insert(self, table: str, *values: object) -> int:
-        cursor = self._connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
-        return cursor.lastrowid or 0
+    def _next_body(self) -> int:
+        if self._last_body is None:
+            self._last_body = self._highest("id", "bodies")
+        self._last_body += 1
+        return self._last_body
+
+    def _highest(self, column: str, table: str) -> int:
+        return int(self._connection.execute(f"SELECT ifnull(max({column}), 0) FROM {table}").fetchone()[0])
 
     def _change_session(self, session_id: str, **changes: object) -> None:
         self._change("sessions", reading.SESSION_STATE, changes, "id = ?", session_id)

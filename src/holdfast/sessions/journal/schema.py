@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"SQLite format 3\0"
 
+# What takes back half of a statement is needed by this process alone: it stays in memory.
+_PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "foreign_keys = ON", "temp_store = MEMORY")
+
 # Each step takes a database from one version to the next. A step that was released never changes.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -91,7 +94,7 @@ def connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.text_factory = lambda data: data.decode("utf-8", "replace")  # damage shows in the row's sum
     try:
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "foreign_keys = ON"):
+        for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}").fetchall()
     except BaseException:
         connection.close()

@@ -6,6 +6,7 @@ full disk is no error, and a damaged file is as good as none. Every method but t
 
 import contextlib
 import logging
+import mmap
 import os
 import struct
 import threading
@@ -33,7 +34,7 @@ class SnapshotStore:
         self._budget_bytes = budget_bytes
         self._memory_budget_bytes = memory_budget_bytes
         self._lock = threading.Lock()
-        self._memory: OrderedDict[str, bytes] = OrderedDict()  # least recently used first, here and below
+        self._memory: OrderedDict[str, memoryview] = OrderedDict()  # least recently used first, here and below
         self._disk: OrderedDict[str, int] = OrderedDict()  # id -> size of the file
         self._memory_bytes = self._disk_bytes = 0
         for path in directory.glob("*.new"):
@@ -69,7 +70,7 @@ class SnapshotStore:
             self._drop(session_id)
             if len(content) > self._memory_budget_bytes:
                 return self._write(session_id, content)
-            self._memory[session_id] = bytes(content)
+            self._memory[session_id] = _held(content)
             self._memory_bytes += len(content)
             while self._memory_bytes > self._memory_budget_bytes:
                 self._spill()
@@ -80,7 +81,7 @@ class SnapshotStore:
         with self._lock:
             if session_id in self._memory:
                 self._memory.move_to_end(session_id)
-                return self._memory[session_id]
+                return bytes(self._memory[session_id])
             if session_id not in self._disk:
                 return None
             content = self._read(session_id)
@@ -161,3 +162,10 @@ class SnapshotStore:
 
     def _path(self, session_id: str) -> Path:
         return self._directory / f"{session_id}{_SUFFIX}"
+
+
+def _held(content: memoryview) -> memoryview:
+    """A copy in pages of its own, which go back to the system with it: what malloc frees, it may keep."""
+    pages = mmap.mmap(-1, max(1, len(content)))
+    pages.write(content)
+    return memoryview(pages)[: len(content)]

@@ -168,6 +168,7 @@ class SqliteJournal:
             self._connection.execute("BEGIN IMMEDIATE")
             for entry in (entry for entries in writes for entry in entries):
                 self._recorder.record(entry)
+            self._recorder.flush()
             self._segments.sync()
             self._connection.execute("COMMIT")
         except Exception as exc:  # noqa: BLE001 - every writer is told
@@ -197,6 +198,7 @@ class SqliteJournal:
 
     def _roll_back(self) -> None:
         self._segments.discard()
+        self._recorder.discard()
         try:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")

@@ -22,10 +22,10 @@ _MAX_BATCH = 256
 
 
 class Write(NamedTuple):
-    """Entries that belong together. `done` gets an exception, or None; who only notes something has none."""
+    """Entries that belong together. `conclude` gets an exception, or None, on the event loop; notes have none."""
 
     entries: Sequence[Entry]
-    done: Callable[[Exception | None], None] | None
+    conclude: Callable[[Exception | None], None] | None
 
 
 Commit = Callable[[Sequence[Sequence[Entry]]], "list[Exception | None]"]
@@ -53,6 +53,7 @@ class Writer:
         self._room = Room(max_queued_bytes)
         self._inbox: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
         self._thread.start()
 
@@ -63,8 +64,8 @@ class Writer:
         if self._is_closed:
             self._room.leave(size)
             raise _closed()
-        loop = asyncio.get_running_loop()
-        written: asyncio.Future[None] = loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        written: asyncio.Future[None] = self._loop.create_future()
 
         def conclude(exc: Exception | None) -> None:
             self._room.leave(size)  # whoever waited may have left; the bytes were held until now
@@ -75,11 +76,7 @@ class Writer:
             else:
                 written.set_exception(exc)
 
-        def done(exc: Exception | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(conclude, exc)
-
-        self._inbox.put(Write(entries, done))
+        self._inbox.put(Write(entries, conclude))
         await written
 
     def note(self, entries: Sequence[Entry]) -> None:
@@ -107,11 +104,19 @@ class Writer:
             except Exception as exc:  # without this thread every writer would wait for ever
                 logger.exception("the journal failed in an unexpected way")
                 outcomes = [exc] * len(batch)
-            for write, outcome in zip(batch, outcomes, strict=True):
-                if write.done is not None:
-                    write.done(outcome)
-                elif outcome is not None:
-                    logger.warning("the journal lost %d notes: %s", len(write.entries), outcome)
+            self._tell(batch, outcomes)
+
+    def _tell(self, batch: Sequence[Write], outcomes: Sequence[Exception | None]) -> None:
+        """Whoever waits, all at once: the loop is woken one time for the whole commit."""
+        told = []
+        for write, outcome in zip(batch, outcomes, strict=True):
+            if write.conclude is not None:
+                told.append((write.conclude, outcome))
+            elif outcome is not None:
+                logger.warning("the journal lost %d notes: %s", len(write.entries), outcome)
+        if told and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(_conclude, told)
 
     def _take(self) -> tuple[list[Write], bool]:
         """What is there, at least one write, and whether there may be more. Notes wait a while for company."""
@@ -132,7 +137,7 @@ class Writer:
             if item is None:
                 return batch, False
             batch.append(item)
-            if item.done is not None:
+            if item.conclude is not None:
                 deadline = None
             elif len(batch) == 1:
                 deadline = time.monotonic() + self._note_delay_s
@@ -177,6 +182,11 @@ class Room:
             if not entered.cancelled():
                 self._free -= size
                 entered.set_result(None)
+
+
+def _conclude(told: Sequence[tuple[Callable[[Exception | None], None], Exception | None]]) -> None:
+    for conclude, outcome in told:
+        conclude(outcome)
 
 
 def _closed() -> StorageUnavailable:

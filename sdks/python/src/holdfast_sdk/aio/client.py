@@ -76,16 +76,23 @@ class AsyncClient:
             if not page_token:
                 return
 
-    async def import_session(self, chunks: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncSession:
-        """A new session from what `AsyncSession.export` gave."""
+    async def import_session(
+        self, chunks: Iterable[bytes] | AsyncIterable[bytes], *, timeout_s: float | None = None
+    ) -> AsyncSession:
+        """A new session with exactly the tokens of what `AsyncSession.export` gave, or InvalidArgument says why not.
+
+        `origin` says how many tokens were computed again. Takes as long as it takes, unless told otherwise.
+        """
         outgoing = Outgoing(chunks)
         try:
-            imported = await self._wire.run(client_flows.import_session(self._limits, outgoing.messages()))
+            imported = await self._wire.run(client_flows.import_session(outgoing.messages(), timeout_s))
         except HoldfastError as error:
             if outgoing.failure:
                 raise outgoing.failure from error
             raise
-        return AsyncSession(self._wire, SessionFlows(imported.session_id, self._limits), imported)
+        return AsyncSession(
+            self._wire, SessionFlows(imported.session_id, self._limits, imported.history_length), imported
+        )
 
     async def close(self) -> None:
         """Close the connection; sessions stay on the server."""

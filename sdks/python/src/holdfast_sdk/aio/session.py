@@ -91,9 +91,12 @@ class AsyncSession:
             async for message in stream:
                 yield convert.history_chunk(message)
 
-    async def export(self) -> AsyncIterator[bytes]:
-        """The whole session in chunks, for `AsyncClient.import_session`."""
-        with closing(self._wire.stream(await self._wire.run(self._flows.export()))) as stream:
+    async def export(self, *, with_snapshot: bool = True, timeout_s: float | None = None) -> AsyncIterator[bytes]:
+        """The whole session in chunks: write them to a file, or give them to `AsyncClient.import_session`.
+
+        Without its snapshot it is much smaller, and is computed again where it is imported. No time limit by itself.
+        """
+        with closing(self._wire.stream(await self._wire.run(self._flows.export(with_snapshot, timeout_s)))) as stream:
             async for message in stream:
                 yield message.data
 

@@ -394,10 +394,12 @@ class HistoryChunk(_message.Message):
     def __init__(self, from_position: _Optional[int] = ..., kind: _Optional[_Union[SpanKind, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., sampling_logprobs: _Optional[_Iterable[float]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ...) -> None: ...
 
 class ExportSessionRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "without_snapshot")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+    without_snapshot: bool
+    def __init__(self, session_id: _Optional[str] = ..., without_snapshot: _Optional[bool] = ...) -> None: ...
 
 class SessionChunk(_message.Message):
     __slots__ = ("data",)

@@ -173,13 +173,18 @@ class RuntimeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The session as a file: its tokens with spans and logprobs, a chat's turns, and its cache unless that is not wanted.
+        Put the chunks together as they come. A session that is closed and still on record can be exported, too.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportSession(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """A new session with exactly the tokens of such a file, all of it or none; the file may be cut into chunks anywhere.
+        What is damaged, of another version or would mean something else here is refused with invalid_argument, whose fact
+        `reason` says why.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

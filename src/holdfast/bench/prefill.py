@@ -1,0 +1,67 @@
+"""How fast a prompt is read: our engine by dtype and length, beside llama.cpp with the same weights, in turns."""
+
+import contextlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.bench.computing import Order, Setup
+from holdfast.bench.contestants import NO_PEERS, contesting, find_peers, seconds, what_runs
+from holdfast.bench.gates import Gate, median_at_least
+from holdfast.bench.page import Chart
+from holdfast.bench.recording import Recording
+from holdfast.bench.report import Report
+from holdfast.bench.runner import Scenario
+from holdfast.config import DEFAULT_MODEL, option
+
+_OURS = {"int8": Setup("int8"), "bfloat16": Setup("bfloat16"), "deterministic": Setup("int8", deterministic=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    tokens: int = option(512, "length of the prompt", least=1)
+    rounds: int = option(8, "how often each has its turn", least=1)
+    model: str = option(DEFAULT_MODEL, "the model; llama.cpp takes part where it is a GGUF file")
+    llama_python: str = option("", "a Python that has llama_cpp, if this one has not")
+
+
+def measure(settings: Settings, recording: Recording) -> None:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        recording.step("loading")
+        peers = find_peers(settings.llama_python, settings.model, folder)
+        if peers.files:
+            recording.report.versions["llama_cpp"] = what_runs(peers)
+        else:
+            recording.report.notes.append(NO_PEERS)
+        ours = {name: Setup(setup.dtype, setup.deterministic, settings.model) for name, setup in _OURS.items()}
+        children = stack.enter_context(contesting(ours, peers, settings.tokens + 8))
+        order = Order("prefill", settings.tokens)
+        for child in children.values():
+            seconds(child, order)
+        for index in range(settings.rounds):
+            for name, child in children.items():
+                recording.step(f"round {index + 1}, {name}")
+                recording.figure(name, "tokens/s", settings.tokens / seconds(child, order), "higher")
+            for peer in peers.files:
+                recording.ratio(f"int8_to_{peer}", "int8", peer, "higher")
+            recording.on_round()
+
+
+def judge(report: Report) -> list[Gate]:
+    bars = {"int8_to_llama_q8_0": 3.0, "int8_to_llama_file": 3.0}
+    return [
+        median_at_least(name, report.values(name), bar, "times") for name, bar in bars.items() if report.values(name)
+    ]
+
+
+SCENARIO = Scenario(
+    name="prefill",
+    about="prompt tokens a second by dtype, beside llama.cpp where it is installed",
+    settings=Settings,
+    quick={"rounds": 3, "tokens": 256},
+    num_rounds=lambda settings: settings.rounds,
+    measure=measure,
+    judge=judge,
+    charts=lambda settings: [Chart("prompt", "bars", (*_OURS, "llama_q8_0", "llama_file"), "tokens/s")],
+)

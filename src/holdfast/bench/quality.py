@@ -1,0 +1,214 @@
+"""Does a bounded session stay sane? Perplexity over a long text, facts in and out of sight, and the plain truth beside.
+
+Without sinks the same text must go wrong, and without its sinks the truth must differ: the controls.
+"""
+
+import pydoc_data.topics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.bench.gates import Gate, control, median_at_least, percentile_at_most, share_at_least, stays_flat
+from holdfast.bench.page import Chart
+from holdfast.bench.recording import Recording
+from holdfast.bench.report import Report
+from holdfast.bench.runner import Scenario
+from holdfast.bench.understanding import facts, perplexities, recalls
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.config import DEFAULT_MODEL, EngineConfig, option
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.interface import Engine
+from holdfast.engine.slab import SlabPool
+from holdfast.engine.window import Window
+from holdfast.errors import ConfigError
+from holdfast.models import GGUFSource, ModelSource, open_model
+from holdfast.testing.driving import difference, run_chunks
+from holdfast.testing.oracle import dense_logits, weight_names
+
+SINK = 4
+FLATNESS = 0.35  # texts are not equally hard everywhere
+CONTROL_TIMES = 1.5
+RECALLED_SHARE = 0.5  # two words out of a vocabulary: chance would never do that
+AGREEMENT = 500.0  # millionths of a logit
+
+_MILLIONTHS = "millionths of a logit"
+_PINNED = 64
+_CHUNK = 160
+_INSIDE, _OUTSIDE = 0.5, 1.5  # of the window between a fact and its question
+
+Build = Callable[[ModelSource, EngineConfig], Engine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    text: str = option("", "a file with the long text; empty: Python's own documentation of its topics")
+    tokens: int = option(12_800, "how much of it is read", least=10 * _CHUNK)
+    recent: int = option(160, "the window beside the sinks", least=_CHUNK)
+    facts: int = option(20, "facts that are told and asked for", least=1)
+    oracle_windows: int = option(3, "windows that are compared with the plain truth", least=1)
+    dtype: str = option("float32", "weights and cache; only float32 is compared with the plain truth")
+    device: str = option("auto", "where to compute")
+    model: str = option(DEFAULT_MODEL, "the model")
+
+
+def long_text() -> str:
+    """English that is on every machine."""
+    topics = pydoc_data.topics.topics
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def scenario(build: Build) -> Scenario:
+    """`build` makes the engine: a bench does not know where tensors are."""
+    return Scenario(
+        name="quality",
+        about="perplexity by position with sinks and without, facts in and out of sight, agreement with the oracle",
+        settings=Settings,
+        quick={"tokens": 10 * _CHUNK, "facts": 5, "oracle_windows": 1},
+        num_rounds=lambda settings: 3,
+        measure=partial(_measure, build),
+        judge=judge,
+        charts=charts,
+    )
+
+
+def _measure(build: Build, settings: Settings, recording: Recording) -> None:
+    recording.step("loading the model")
+    source = open_model(settings.model)
+    tokenizer = load_tokenizer(source)
+    tokens = tokenizer.encode(_text(settings))
+    if len(tokens) <= settings.tokens:
+        raise ConfigError(f"the text has {len(tokens)} tokens, more than {settings.tokens} are needed")
+    config = EngineConfig(
+        device=settings.device,
+        dtype=settings.dtype,
+        sessions=3,
+        sink=SINK,
+        recent=settings.recent,
+        max_pin=_PINNED,
+        prefill_chunk=_CHUNK,
+        rewind_tokens=0,
+    )
+    engine = build(source, config)
+    _read(engine, tokens[: settings.tokens + 1], recording)
+    recording.on_round()
+    _recall(engine, tokenizer, tokens, settings, recording)
+    recording.on_round()
+    if settings.dtype == "float32":
+        agree(engine, source, tokens, settings, recording)
+    else:
+        recording.report.notes.append(f"{settings.dtype} is not compared with the oracle: only float32 promises that")
+    recording.on_round()
+
+
+def _text(settings: Settings) -> str:
+    if not settings.text:
+        return long_text()
+    try:
+        return Path(settings.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{settings.text} is no text that can be read: {exc}") from exc
+
+
+def _read(engine: Engine, tokens: list[int], recording: Recording) -> None:
+    num_read = 0
+    for found in perplexities(engine, tokens, (SINK, 0), _CHUNK):
+        num_read += _CHUNK
+        recording.step(f"reading, {num_read} of {len(tokens) - 1} tokens")
+        for sink, perplexity in found.items():
+            recording.extend(f"sink={sink}/perplexity", "", [perplexity])
+        recording.extend("without_sinks:with/perplexity", "times", [found[0] / found[SINK]])
+    for sink in (SINK, 0):
+        for value in recording.report.values(f"sink={sink}/perplexity"):
+            recording.figure(f"sink={sink}/perplexity_by_chunk", "", value, "lower")
+
+
+def _recall(engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: Settings, recording: Recording) -> None:
+    pool = SlabPool(engine.num_slabs, engine.shape)
+    places = {
+        "inside": (pool.acquire(SINK), round(_INSIDE * settings.recent)),
+        "outside": (pool.acquire(SINK), round(_OUTSIDE * settings.recent)),
+        "pinned": (pool.acquire(_PINNED), round(_OUTSIDE * settings.recent) + _PINNED),
+    }
+    for number, fact in enumerate(facts(tokenizer, settings.facts)):
+        recording.step(f"fact {number + 1} of {settings.facts}")
+        for place, (slab, num_filler) in places.items():
+            start = number * num_filler % (len(tokens) - num_filler)
+            filler = tokens[start : start + num_filler]
+            recalled = recalls(engine, slab, fact, filler, chunk=_CHUNK)
+            recording.extend(f"{place}/recalled", "", [float(recalled)])
+    for place in places:
+        values = recording.report.values(f"{place}/recalled")
+        recording.figure(f"{place}/recalled_share", "", sum(values) / len(values))
+
+
+def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: Settings, recording: Recording) -> None:
+    """How far the engine's logits are from the plain truth, at every position, and from one without sinks."""
+    recording.step("the plain truth")
+    window = Window(sink=SINK, recent=settings.recent)
+    read = tokens[: settings.oracle_windows * window.size + _CHUNK // 2]
+    slab = SlabPool(engine.num_slabs, engine.shape).acquire(SINK)
+    ours = run_chunks(engine, slab, read, [engine.shape.prefill_chunk - 3, 1, 17])
+    weights = _weights(source)
+    for name, seen in (("oracle", window), ("oracle_without_sinks", Window(sink=0, recent=settings.recent))):
+        truth = dense_logits(weights, source.architecture, read, seen, np.float32)
+        differences = [difference(ours[at : at + 1], truth[at : at + 1]) * 1e6 for at in range(len(read))]
+        recording.extend(f"{name}/difference", _MILLIONTHS, differences)
+        recording.figure(f"{name}/difference_most", _MILLIONTHS, max(differences), "lower")
+
+
+def _weights(source: ModelSource) -> Mapping[str, NDArray[np.float32]]:
+    names = weight_names(source.architecture)
+    if isinstance(source, GGUFSource):
+        return {name: source.file.tensor(name) for name in names}
+    checkpoint = Checkpoint(source, "pt")  # numpy has no bfloat16
+    tensors: dict[str, Any] = {name: checkpoint.find(name)[1].get_tensor(name) for name in names}
+    return {name: tensor.float().numpy() for name, tensor in tensors.items()}
+
+
+def judge(report: Report) -> list[Gate]:
+    def flat(sink: int) -> Gate:
+        return stays_flat("perplexity_is_flat", report.values(f"sink={sink}/perplexity"), FLATNESS)
+
+    def recalled(place: str) -> Gate:
+        return share_at_least(f"recalled_{place}", report.values(f"{place}/recalled"), RECALLED_SHARE)
+
+    def agrees(name: str) -> Gate:
+        values = report.values(f"{name}/difference")
+        return percentile_at_most("agrees_with_the_oracle", values, 100, AGREEMENT, _MILLIONTHS)
+
+    times = report.values("without_sinks:with/perplexity")
+    gates = [
+        flat(SINK),
+        median_at_least("control_without_sinks", times[-(len(times) // 3) :], CONTROL_TIMES, "times the perplexity"),
+        recalled("inside"),
+        recalled("pinned"),
+        control("control_recalled_outside", recalled("outside"), len(report.values("outside/recalled"))),
+    ]
+    if report.settings.get("dtype") == "float32":
+        without = report.values("oracle_without_sinks/difference")
+        gates += [agrees("oracle"), control("control_oracle", agrees("oracle_without_sinks"), len(without))]
+    return gates
+
+
+def charts(settings: Settings) -> list[Chart]:
+    return [
+        Chart(
+            f"perplexity of each {_CHUNK} tokens",
+            "course",
+            (f"sink={SINK}/perplexity", "sink=0/perplexity"),
+            "perplexity",
+            is_log=True,
+        ),
+        Chart(
+            "difference to the oracle by position",
+            "course",
+            ("oracle/difference", "oracle_without_sinks/difference"),
+            _MILLIONTHS,
+            is_log=True,
+        ),
+    ]

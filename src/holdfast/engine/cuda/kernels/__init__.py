@@ -1,0 +1,1 @@
+"""Triton kernels, each behind a plain function. They know tensors and sizes, never sessions."""

@@ -1,0 +1,375 @@
+// One forward of a decoder over slabs of keys and values, on the CPU.
+//
+// Every sum runs in an order that depends on its own row alone: an output is computed by one thread from the first
+// weight to the last, attention folds stretches of cells in the order of the cells. So a row's bits do not depend on
+// how many rows, threads or neighbours there are. (The faster products of pairs.h give that up, where they may.)
+
+#include "attention.h"
+#include "drawing.h"
+#include "products.h"
+
+namespace {
+
+constexpr int MAX_HEAD = 256; // the largest head
+
+struct Layer {
+    Matrix qkv, output, gate_up, down; // gate_up: a block of gates, then the block of ups that belongs to it
+    const float *attention_norm, *mlp_norm;
+    const float *qkv_bias, *query_norm, *key_norm; // or null
+};
+
+struct Model {
+    int32_t num_layers, hidden, mlp, heads, kv_heads, dim, vocabulary;
+    float epsilon;
+    const double *frequencies; // radians a position, [dim / 2]
+    const Layer *layers;
+    Matrix embedding, head;
+    const float *norm;
+};
+
+struct Token {
+    const Row *row;
+    int64_t position;
+};
+
+struct Scratch { // of one thread
+    std::vector<float> key;
+    AttentionScratch attention;
+};
+
+struct Piece { // one stretch of one tile
+    int tile, stretch;
+    size_t first; // of what it gathers
+};
+
+struct Rotation { // [tokens, dim / 2] each
+    std::vector<float> cos, sin;
+
+    void set(size_t at, double angle) {
+        cos[at] = (float)std::cos(angle);
+        sin[at] = (float)std::sin(angle);
+    }
+};
+
+} // namespace
+
+struct Decoder {
+    const Model model;
+    const Slabs slabs;
+    const int width; // dim, padded to whole vectors
+
+    Decoder(const Model &m, const Slabs &s, int num_threads, bool exact)
+        : model(m), slabs(s), width(padded(m.dim)), pool(num_threads), products(pool, exact),
+          scratch(num_threads) {}
+
+    void forward(const Row *rows, int num_rows, const int32_t *tokens, float *logits) {
+        plan(rows, num_rows);
+        pool.run(num_tokens, [&](int n, int) { read_output(model.embedding, tokens[n], &x[(size_t)n * model.hidden]); });
+        for (int layer = 0; layer < model.num_layers; layer++) {
+            attend(layer);
+            transform(model.layers[layer]);
+        }
+        speak(rows, num_rows, logits);
+    }
+
+  private:
+    Pool pool;
+    Products products;
+    std::vector<Scratch> scratch;
+    int num_tokens = 0;
+    std::vector<Tile> tiles;
+    std::vector<Piece> pieces;                  // where stretches are gathered apart
+    std::vector<size_t> first_of;               // of each tile, among all that its pieces gather
+    std::vector<Token> places;                  // of all tokens
+    Rotation recent_rotation, sink_rotation;
+    std::vector<float> x, h, qkv, queries, sink_queries, mixed, gated, parts;
+    std::vector<Gathered> gathered;
+
+    int group() const { return model.heads / model.kv_heads; }
+    size_t query_size() const { return (size_t)model.heads * width; }
+
+    // --- Before the first layer
+
+    void plan(const Row *rows, int num_rows) {
+        num_tokens = 0;
+        tiles.clear();
+        places.clear();
+        for (int r = 0; r < num_rows; r++) {
+            for (int first = 0; first < rows[r].count; first += QUERIES)
+                add_tile(rows[r], num_tokens + first, first);
+            for (int n = 0; n < rows[r].count; n++)
+                places.push_back({&rows[r], rows[r].start + n});
+            num_tokens += rows[r].count;
+        }
+        split();
+        const size_t n = num_tokens;
+        x.resize(n * model.hidden);
+        h.resize(n * model.hidden);
+        qkv.resize(n * (model.heads + 2 * model.kv_heads) * model.dim);
+        queries.assign(n * query_size(), 0.0f);
+        sink_queries.assign(n * query_size(), 0.0f);
+        mixed.resize(n * model.heads * model.dim);
+        gated.resize(n * model.mlp);
+        rotate();
+    }
+
+    void add_tile(const Row &row, int first, int offset) {
+        Tile tile{&row, first, std::min(QUERIES, row.count - offset), row.start + offset, {}};
+        const Layout layout(row, slabs.capacity);
+        const int64_t last = tile.position + tile.count - 1, oldest = tile.position - slabs.recent + 1;
+        for (int cell = 0; cell < slabs.capacity; cell += STRETCH) {
+            bool is_seen = false;
+            for (int c = cell; c < std::min(cell + STRETCH, (int)slabs.capacity) && !is_seen; c++) {
+                const int64_t position = layout.position(c);
+                is_seen = position <= last && (c < layout.sink || position >= std::max<int64_t>(oldest, layout.sink));
+            }
+            if (is_seen)
+                tile.stretches.push_back(cell / STRETCH);
+        }
+        tiles.push_back(std::move(tile));
+    }
+
+    // Few tiles: their stretches are gathered side by side, and folded afterwards in the same order.
+    void split() {
+        pieces.clear();
+        first_of.clear();
+        size_t heads = 0;
+        for (size_t t = 0; t < tiles.size(); t++) {
+            first_of.push_back(heads);
+            for (int stretch : tiles[t].stretches) {
+                pieces.push_back({(int)t, stretch, heads});
+                heads += (size_t)tiles[t].count * model.heads;
+            }
+        }
+        if (tiles.size() * model.kv_heads >= (size_t)4 * pool.num_threads())
+            pieces.clear();
+        gathered.resize(pieces.empty() ? 0 : heads);
+        parts.resize(gathered.size() * width);
+    }
+
+    void rotate() {
+        const int half = model.dim / 2;
+        for (auto *table : {&recent_rotation.cos, &recent_rotation.sin, &sink_rotation.cos, &sink_rotation.sin})
+            table->resize((size_t)num_tokens * half);
+        size_t at = 0;
+        for (const auto &[row, position] : places) {
+            const int64_t farthest = std::min(position, (int64_t)row->sink + slabs.recent - 1);
+            for (int i = 0; i < half; i++, at++) {
+                recent_rotation.set(at, (double)position * model.frequencies[i]);
+                sink_rotation.set(at, (double)farthest * model.frequencies[i]);
+            }
+        }
+    }
+
+    void normalise_all(const float *weight) {
+        pool.run(num_tokens, [&](int n, int) {
+            normalise(&x[(size_t)n * model.hidden], weight, model.hidden, model.epsilon, &h[(size_t)n * model.hidden]);
+        });
+    }
+
+    // --- A layer
+
+    void attend(int layer) {
+        const Layer &weights = model.layers[layer];
+        normalise_all(weights.attention_norm);
+        products.write(weights.qkv, h.data(), num_tokens, qkv.data());
+        pool.run(num_tokens, [&](int n, int thread) { place(layer, n, scratch[thread].key); });
+        if (pieces.empty())
+            pool.run((int)tiles.size() * model.kv_heads, [&](int unit, int thread) { mix_whole(layer, unit, thread); });
+        else
+            mix_in_pieces(layer);
+        products.add(weights.output, mixed.data(), num_tokens, x.data());
+    }
+
+    void transform(const Layer &layer) {
+        normalise_all(layer.mlp_norm);
+        // Gates and ups come as neighbouring blocks, in this order, from the same thread.
+        products.each(layer.gate_up, h.data(), num_tokens, Gate{gated.data(), model.mlp});
+        products.add(layer.down, gated.data(), num_tokens, x.data());
+    }
+
+    struct Gate {
+        float *out;
+        int size;
+
+        void operator()(int row, int block, Floats products) const {
+            const int first = block / 2 * LANES, num = std::min(LANES, size - first);
+            float *at = out + (size_t)row * size + first;
+            if (block % 2 == 0) {
+                std::memcpy(at, &products, num * sizeof(float));
+                return;
+            }
+            Floats gate{};
+            std::memcpy(&gate, at, num * sizeof(float));
+            const Floats both = gate / (1.0f + exponential(-gate)) * products;
+            std::memcpy(at, &both, num * sizeof(float));
+        }
+    };
+
+    // Bias, norms and rotation for one token; its keys and values go to their cells.
+    void place(int layer, int n, std::vector<float> &turned) {
+        const Layer &weights = model.layers[layer];
+        const int dim = model.dim, total = model.heads + 2 * model.kv_heads;
+        float *all = &qkv[(size_t)n * total * dim];
+        if (weights.qkv_bias)
+            for (int i = 0; i < total * dim; i++)
+                all[i] += weights.qkv_bias[i];
+        const Row &row = *places[n].row;
+        const int64_t cell = Layout(row, slabs.capacity).cell(places[n].position);
+        turned.resize(dim);
+        for (int head = 0; head < total; head++) {
+            float *at = all + (size_t)head * dim;
+            const bool is_query = head < model.heads, is_key = !is_query && head < model.heads + model.kv_heads;
+            const float *norm = is_query ? weights.query_norm : is_key ? weights.key_norm : nullptr;
+            if (norm)
+                normalise(at, norm, dim, model.epsilon, at);
+            if (is_query) {
+                turn(at, n, recent_rotation, &queries[n * query_size() + (size_t)head * width]);
+                turn(at, n, sink_rotation, &sink_queries[n * query_size() + (size_t)head * width]);
+            } else if (is_key) {
+                turn(at, n, recent_rotation, turned.data());
+                keep(slabs.keys, layer, row, head - model.heads, cell, turned.data());
+            } else {
+                keep(slabs.values, layer, row, head - model.heads - model.kv_heads, cell, at);
+            }
+        }
+    }
+
+    void turn(const float *from, int n, const Rotation &by, float *to) const {
+        const int half = model.dim / 2;
+        const float *cos = &by.cos[(size_t)n * half], *sin = &by.sin[(size_t)n * half];
+        for (int i = 0; i < half; i++) {
+            const float a = from[i], b = from[i + half];
+            to[i] = a * cos[i] - b * sin[i];
+            to[i + half] = b * cos[i] + a * sin[i];
+        }
+    }
+
+    size_t cells_of(int layer, const Row &row, int kv_head) const {
+        return (((size_t)layer * slabs.num_slabs + row.slot) * model.kv_heads + kv_head) * slabs.capacity * model.dim;
+    }
+
+    void keep(uint8_t *slab, int layer, const Row &row, int kv_head, int64_t cell, const float *from) const {
+        const size_t at = cells_of(layer, row, kv_head) + (size_t)cell * model.dim;
+        if (slabs.kind == FLOAT32) {
+            std::memcpy(slab + at * 4, from, model.dim * sizeof(float));
+            return;
+        }
+        uint16_t *to = (uint16_t *)slab + at;
+        for (int d = 0; d < model.dim; d++)
+            to[d] = to_bfloat16(from[d]);
+    }
+
+    // --- Attention of one layer
+
+    // act(vectors in a head, as a constant)
+    template <class Act> void with_width(Act &&act) const {
+        const auto of = [&]<int... V>(std::integer_sequence<int, V...>) {
+            ((width == (V + 1) * LANES ? act(std::integral_constant<int, V + 1>{}) : void()), ...);
+        };
+        of(std::make_integer_sequence<int, MAX_HEAD / LANES>{});
+    }
+
+    template <int V> Stretches<V> stretches_of(int layer, const Tile &tile, int kv_head) const {
+        const size_t at = cells_of(layer, *tile.row, kv_head) * (slabs.kind == FLOAT32 ? 4 : 2);
+        const size_t first = tile.first * query_size() + (size_t)kv_head * group() * width;
+        return {slabs,
+                tile,
+                {slabs.keys + at, model.dim, slabs.kind},
+                {slabs.values + at, model.dim, slabs.kind},
+                &queries[first],
+                &sink_queries[first],
+                query_size(),
+                group(),
+                1.0f / std::sqrt((float)model.dim)};
+    }
+
+    // A tile and key head from its first stretch to the last.
+    void mix_whole(int layer, int unit, int thread) {
+        const Tile &tile = tiles[unit / model.kv_heads];
+        const int kv_head = unit % model.kv_heads, num = tile.count * group();
+        AttentionScratch &room = scratch[thread].attention;
+        room.mixed.assign((size_t)2 * num * width, 0.0f);
+        std::vector<Gathered> sums, part(num);
+        for (int i = 0; i < num; i++)
+            sums.push_back({NEVER, 0.0f, &room.mixed[(size_t)i * width]});
+        for (int stretch : tile.stretches) {
+            float *fresh = &room.mixed[(size_t)num * width];
+            std::fill(fresh, fresh + (size_t)num * width, 0.0f);
+            for (int i = 0; i < num; i++)
+                part[i] = {NEVER, 0.0f, fresh + (size_t)i * width};
+            with_width([&](auto v) { stretches_of<v>(layer, tile, kv_head).gather(stretch, part.data(), room); });
+            for (int i = 0; i < num; i++)
+                fold(sums[i], part[i], width);
+        }
+        for (int i = 0; i < num; i++)
+            finish(tile, kv_head, i, sums[i]);
+    }
+
+    void mix_in_pieces(int layer) {
+        std::fill(parts.begin(), parts.end(), 0.0f);
+        for (size_t i = 0; i < gathered.size(); i++)
+            gathered[i] = {NEVER, 0.0f, &parts[i * width]};
+        pool.run((int)pieces.size() * model.kv_heads, [&](int unit, int thread) {
+            const Piece &piece = pieces[unit / model.kv_heads];
+            const Tile &tile = tiles[piece.tile];
+            const int kv_head = unit % model.kv_heads;
+            const size_t at = piece.first + (size_t)kv_head * tile.count * group();
+            with_width([&](auto v) {
+                stretches_of<v>(layer, tile, kv_head).gather(piece.stretch, &gathered[at], scratch[thread].attention);
+            });
+        });
+        pool.run((int)tiles.size(), [&](int t, int) {
+            const Tile &tile = tiles[t];
+            const size_t step = (size_t)tile.count * model.heads;
+            for (int kv_head = 0; kv_head < model.kv_heads; kv_head++)
+                for (int i = 0; i < tile.count * group(); i++) {
+                    const size_t at = first_of[t] + (size_t)kv_head * tile.count * group() + i;
+                    Gathered sum = gathered[at];
+                    for (size_t s = 1; s < tile.stretches.size(); s++)
+                        fold(sum, gathered[at + s * step], width);
+                    finish(tile, kv_head, i, sum);
+                }
+        });
+    }
+
+    void finish(const Tile &tile, int kv_head, int i, const Gathered &sum) {
+        const size_t token = tile.first + i / group(), head = (size_t)kv_head * group() + i % group();
+        float *to = &mixed[(token * model.heads + head) * model.dim];
+        for (int d = 0; d < model.dim; d++)
+            to[d] = sum.mixed[d] / sum.mass;
+    }
+
+    // --- After the last layer
+
+    void speak(const Row *rows, int num_rows, float *logits) {
+        int num = 0, end = 0;
+        for (int r = 0; r < num_rows; r++) {
+            end += rows[r].count;
+            for (int n = end - rows[r].num_logits; n < end; n++, num++)
+                normalise(&x[(size_t)n * model.hidden], model.norm, model.hidden, model.epsilon,
+                          &h[(size_t)num * model.hidden]);
+        }
+        products.write(model.head, h.data(), num, logits);
+    }
+};
+
+extern "C" {
+
+Decoder *holdfast_decoder(const Model *model, const Slabs *slabs, int32_t num_threads, int32_t is_exact) {
+    return new Decoder(*model, *slabs, num_threads, is_exact);
+}
+
+void holdfast_free(Decoder *decoder) { delete decoder; }
+
+void holdfast_forward(Decoder *decoder, const Row *rows, int32_t num_rows, const int32_t *tokens, float *logits) {
+    decoder->forward(rows, num_rows, tokens, logits);
+}
+
+void holdfast_draw(const float *logits, int32_t size, double temperature, uint64_t seed, uint64_t position,
+                   uint32_t choice, Drawn *drawn) {
+    *drawn = draw(logits, size, temperature, {seed, position, choice});
+}
+
+int32_t holdfast_has_pairs() { return HAS_PAIRS; }
+}

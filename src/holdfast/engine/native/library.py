@@ -1,0 +1,132 @@
+"""The compiled decoder: which build fits this machine, and the shapes of what crosses over to it."""
+
+import ctypes
+import functools
+import os
+import platform
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+from holdfast.engine.native.build import library_path, variants
+from holdfast.errors import ConfigError
+
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+CHOICE = "HOLDFAST_NATIVE"  # names one build, for tests and comparisons; "off": none
+
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}
+_NEEDS = {"avx512bf16": _AVX512 | {"avx512_bf16"}, "avx512": _AVX512, "avx2": {"avx2", "fma", "f16c"}}
+
+
+class Matrix(Structure):
+    _fields_ = (
+        ("blocks", c_void_p),
+        ("num_blocks", c_int32),
+        ("inputs", c_int32),
+        ("kind", c_int32),
+        ("outputs", c_int32),
+    )
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("qkv", Matrix),
+        ("output", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        ("num_layers", c_int32),
+        ("hidden", c_int32),
+        ("mlp", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("dim", c_int32),
+        ("vocabulary", c_int32),
+        ("epsilon", c_float),
+        ("frequencies", POINTER(c_double)),
+        ("layers", POINTER(Layer)),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("norm", c_void_p),
+    )
+
+
+class Slabs(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("num_slabs", c_int32),
+        ("capacity", c_int32),
+        ("recent", c_int32),
+        ("kind", c_int32),
+    )
+
+
+class RowSpec(Structure):
+    _fields_ = (
+        ("start", c_int64),
+        ("count", c_int32),
+        ("slot", c_int32),
+        ("sink", c_int32),
+        ("num_logits", c_int32),
+    )
+
+
+class Drawn(Structure):
+    _fields_ = (
+        ("token", c_int32),
+        ("padding", c_int32),
+        ("logprob", c_double),
+        ("sampling_logprob", c_double),
+    )
+
+
+def usable_variants() -> list[str]:
+    """The builds that are here and that this machine can run, best first; none where they are switched off."""
+    if os.environ.get(CHOICE) == "off":
+        return []
+    has = _features()
+    return [name for name in variants() if _NEEDS.get(name, set()) <= has and library_path(name).is_file()]
+
+
+def _features() -> set[str]:
+    """The instruction sets of this machine's processor, as Linux names them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # a Mac: those with Intel processors have had AVX2 since 2013
+        return {"avx2", "fma", "f16c"} if platform.machine() == "x86_64" else set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def is_available() -> bool:
+    return bool(usable_variants())
+
+
+@functools.cache
+def library(variant: str | None = None) -> ctypes.CDLL:
+    """The best build for this machine, or the one asked for."""
+    wanted = variant or os.environ.get(CHOICE)
+    usable = usable_variants()
+    if wanted and wanted not in usable:
+        raise ConfigError(f"there is no native build {wanted!r} for this machine; it has {', '.join(usable) or 'none'}")
+    if not usable:
+        raise ConfigError("the native engine is not built; install a C++ compiler and install holdfast again")
+    found = ctypes.CDLL(str(library_path(wanted or usable[0])))
+    found.holdfast_decoder.argtypes = (POINTER(Model), POINTER(Slabs), c_int32, c_int32)
+    found.holdfast_decoder.restype = c_void_p
+    found.holdfast_free.argtypes = (c_void_p,)
+    found.holdfast_free.restype = None
+    found.holdfast_forward.argtypes = (c_void_p, POINTER(RowSpec), c_int32, c_void_p, c_void_p)
+    found.holdfast_forward.restype = None
+    found.holdfast_has_pairs.restype = c_int32
+    found.holdfast_draw.argtypes = (c_void_p, c_int32, c_double, c_uint64, c_uint64, c_uint32, POINTER(Drawn))
+    found.holdfast_draw.restype = None
+    return found

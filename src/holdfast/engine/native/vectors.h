@@ -1,0 +1,138 @@
+// Vectors of 16 floats as the compiler has them, and functions of them. The same source serves every instruction set.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+constexpr int LANES = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+template <class V> inline V load(const void *from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline void store(float *to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats splat(float value) { return Floats{} + value; }
+
+inline int padded(int size) { return (size + LANES - 1) / LANES * LANES; }
+
+inline Floats from_bfloat16(const void *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
+#endif
+}
+
+inline Floats from_int8(const void *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+#endif
+}
+
+inline uint16_t to_bfloat16(float value) { // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Floats from_half(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    float out[LANES];
+    _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)));
+    _mm256_storeu_ps(out + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8))));
+    return load<Floats>(out);
+#else
+    Ints bits = __builtin_convertvector(load<Halves>(from), Ints);
+    Floats size = (Floats)((bits & 0x7fff) << 13) * 5.192296858534828e33f; // 2^112 puts the exponent right
+    return (Floats)((Ints)size | ((bits & 0x8000) << 16));
+#endif
+}
+
+inline Floats chosen(Ints where, Floats yes, Floats no) { return (Floats)((where & (Ints)yes) | (~where & (Ints)no)); }
+
+inline Floats larger(Floats a, Floats b) { return chosen(a > b, a, b); }
+
+// e^x within 2 units in the last place; exactly 0 below -87.
+inline Floats exponential(Floats x) {
+    const Floats low = splat(-87.0f), high = splat(88.0f);
+    const Floats bounded = chosen(x > high, high, larger(x, low));
+    const Floats turns = bounded * 1.44269504f;
+    const Ints power = __builtin_convertvector(turns + chosen(turns < 0.0f, splat(-0.5f), splat(0.5f)), Ints);
+    const Floats whole = __builtin_convertvector(power, Floats);
+    const Floats rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f; // ln 2 in two parts
+    Floats sum = splat(1.9875691500e-4f);
+    for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        sum = sum * rest + next;
+    sum = sum * rest * rest + rest + 1.0f;
+    return chosen(x < low, Floats{}, sum * (Floats)((power + 127) << 23));
+}
+
+inline float exponential(float x) { return exponential(splat(x))[0]; }
+
+// In every span of 2 * W lanes: the two halves of `a` added, beside the two halves of `b` added.
+template <int W> inline Floats halved(Floats a, Floats b) {
+    Ints low{}, high{};
+    for (int lane = 0; lane < LANES; lane++) {
+        const int span = lane / (2 * W) * (2 * W), at = lane % (2 * W);
+        low[lane] = at < W ? span + at : LANES + span + at - W;
+        high[lane] = low[lane] + W;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+// The sums of 16 vectors, in one.
+inline Floats sums_of(Floats (&v)[LANES]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        v[i] = halved<8>(v[i], v[i + 8]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        v[i] = halved<4>(v[i], v[i + 4]);
+    return halved<1>(halved<2>(v[0], v[2]), halved<2>(v[1], v[3]));
+}
+
+inline float sum_of(Floats v) {
+    v = halved<8>(v, v);
+    v = halved<4>(v, v);
+    v = halved<2>(v, v);
+    return halved<1>(v, v)[0];
+}
+
+inline float largest_of(Floats v) {
+    float best = v[0];
+    for (int lane = 1; lane < LANES; lane++)
+        best = std::max(best, (float)v[lane]);
+    return best;
+}
+
+// out = x / rms(x) * weight
+inline void normalise(const float *x, const float *weight, int size, float epsilon, float *out) {
+    Floats squares{};
+    int i = 0;
+    for (; i + LANES <= size; i += LANES)
+        squares += load<Floats>(x + i) * load<Floats>(x + i);
+    float sum = sum_of(squares);
+    for (; i < size; i++)
+        sum += x[i] * x[i];
+    const float scale = 1.0f / std::sqrt(sum / size + epsilon);
+    for (int j = 0; j < size; j++)
+        out[j] = x[j] * scale * weight[j];
+}

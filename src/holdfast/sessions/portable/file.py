@@ -1,0 +1,266 @@
+"""A session as a file: `HOLDFAST`, a version, sections, and a digest over all of it at the end.
+
+A section is a tag of four letters, its length (8 bytes, little-endian) and its content: `HEAD`, then every `SPAN` or
+`TURN` in order, `SNAP` where the cache travels along, `END!`. Records are MessagePack, arrays little-endian int32 and
+float64, the snapshot as the engine wrote it. What is not exactly right is refused: nothing is guessed.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast import __version__
+from holdfast.errors import SessionFileRefused
+from holdfast.generation import StopReason
+from holdfast.sessions.journal.entries import SessionOpened, TokensGiven, TokensSampled
+from holdfast.sessions.journal.packing import floats_of, packed, tokens_of
+from holdfast.sessions.portable.content import ModelIdentity, PortableSession, PortableTurn, Span, flaw
+
+MAGIC = b"HOLDFAST"
+VERSION = 1
+MAX_SECTIONS = 4_000_000
+
+_START = struct.Struct("<8sI")
+_SECTION = struct.Struct("<4sQ")
+_DIGEST_BYTES = 32
+_Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+T = TypeVar("T")
+
+
+class _Head(Struct, kw_only=True, forbid_unknown_fields=True):
+    written_by: str
+    session_id: str
+    created_at: float
+    kind: Literal["tokens", "chat"]
+    label: str
+    group: str
+    metadata: dict[str, str]
+    sink: _Count
+    pin_tokens: _Count | None
+    eos_token_ids: tuple[_Count, ...]
+    reward: float | None
+    model: ModelIdentity
+    history_length: Annotated[int, Meta(ge=0)]
+
+
+class _Span(Struct, kw_only=True, forbid_unknown_fields=True):
+    kind: Literal["given", "sampled"]
+    tokens: bytes
+    logprobs: bytes = b""
+    sampling_logprobs: bytes = b""
+    stop_reason: StopReason | None = None
+
+
+class _Turn(Struct, kw_only=True, forbid_unknown_fields=True):
+    number: _Count
+    parent: _Count
+    messages: bytes
+    reply: bytes
+    root: bytes
+    given: bytes
+    sampled: bytes
+    logprobs: bytes
+    sampling_logprobs: bytes
+    finish_reason: str
+    facts: bytes
+    num_control: _Count
+    request: bytes
+    response: bytes
+    reward: float | None
+    is_delivered: bool
+
+
+_ARRAYS = {"given": tokens_of, "sampled": tokens_of, "logprobs": floats_of, "sampling_logprobs": floats_of}
+
+
+def encode(session: PortableSession) -> list[bytes]:
+    """The file in parts, to be sent one after the other. Blocks while it sums up all of them."""
+    parts = [_START.pack(MAGIC, VERSION)]
+    for tag, content in _sections(session):
+        parts += [_SECTION.pack(tag, len(content)), content]
+    parts.append(_SECTION.pack(b"END!", _DIGEST_BYTES))
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return [*parts, digest.digest()]
+
+
+def pieces(parts: Sequence[bytes], num_bytes: int = 1 << 20) -> Iterator[bytes]:
+    """The same bytes in pieces of that size, the last one smaller."""
+    waiting = bytearray()
+    for content in parts:
+        part, at = memoryview(content), 0
+        while at < len(part):
+            taken = part[at : at + num_bytes - len(waiting)]
+            waiting += taken
+            at += len(taken)
+            if len(waiting) == num_bytes:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
+def decode(data: bytes | bytearray | memoryview) -> PortableSession:
+    """The session in a file. Raises SessionFileRefused where it is none, was cut short, or a bit of it is wrong."""
+    view = memoryview(data).cast("B")
+    sections = _checked_sections(view)
+    try:
+        session, length = _session(sections)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as exc:
+        raise SessionFileRefused(f"the session file holds what no Holdfast wrote: {exc}", reason="damaged") from exc
+    problem = flaw(session)
+    if problem is None and session.history_length != length:
+        problem = f"its history has {session.history_length} tokens, not {length}"
+    if problem is not None:
+        raise SessionFileRefused(f"the session file contradicts itself: {problem}", reason="damaged")
+    return session
+
+
+# Writing
+
+
+def _sections(session: PortableSession) -> Iterator[tuple[bytes, bytes]]:
+    encoder = msgspec.msgpack.Encoder()
+    yield b"HEAD", encoder.encode(_head(session))
+    for span in session.spans:
+        yield b"SPAN", encoder.encode(_packed_span(span))
+    for turn in session.turns:
+        yield b"TURN", encoder.encode(_packed_turn(turn))
+    if session.snapshot is not None:
+        yield b"SNAP", session.snapshot
+
+
+def _head(session: PortableSession) -> _Head:
+    opened = session.opened
+    return _Head(
+        written_by=__version__,
+        session_id=opened.session_id,
+        created_at=opened.created_at,
+        kind=opened.kind,
+        label=opened.label,
+        group=opened.group,
+        metadata=dict(opened.metadata),
+        sink=opened.sink,
+        pin_tokens=opened.pin_tokens,
+        eos_token_ids=opened.eos_token_ids,
+        reward=session.reward,
+        model=session.model,
+        history_length=session.history_length,
+    )
+
+
+def _packed_span(span: Span) -> _Span:
+    if isinstance(span, TokensGiven):
+        return _Span(kind="given", tokens=packed(span.tokens))
+    return _Span(
+        kind="sampled",
+        tokens=packed(span.tokens),
+        logprobs=packed(span.logprobs),
+        sampling_logprobs=packed(span.sampling_logprobs),
+        stop_reason=StopReason(span.stop_reason) if span.stop_reason else None,
+    )
+
+
+def _packed_turn(turn: PortableTurn) -> _Turn:
+    values: dict[str, Any] = {name: getattr(turn, name) for name in _Turn.__struct_fields__}
+    return _Turn(**values | {name: packed(values[name]) for name in _ARRAYS})
+
+
+# Reading
+
+
+def _checked_sections(view: memoryview) -> list[tuple[bytes, memoryview]]:
+    """All sections but the last, which sums them up."""
+    if len(view) < _START.size or view[: len(MAGIC)] != MAGIC:
+        is_cut = len(view) < _START.size and MAGIC.startswith(bytes(view[: len(MAGIC)]))
+        raise _truncated(len(view)) if is_cut else SessionFileRefused("this is not a session file", reason="not_a_file")
+    version = _START.unpack_from(view)[1]
+    if version != VERSION:
+        raise SessionFileRefused(
+            f"the session file has version {version}, this Holdfast knows {VERSION}; use the one that wrote it",
+            reason="other_version",
+        )
+    sections: list[tuple[bytes, memoryview]] = []
+    at = _START.size
+    while True:
+        if at + _SECTION.size > len(view):
+            raise _truncated(len(view))
+        tag, length = _SECTION.unpack_from(view, at)
+        start, at = at + _SECTION.size, at + _SECTION.size + length
+        if at > len(view):
+            raise _truncated(len(view))
+        if tag == b"END!":
+            break
+        if len(sections) == MAX_SECTIONS:  # each takes far more memory than room in the file
+            raise SessionFileRefused(f"the session file has more than {MAX_SECTIONS:,} sections", reason="damaged")
+        sections.append((tag, view[start:at]))
+    if hashlib.blake2b(view[:start], digest_size=_DIGEST_BYTES).digest() != view[start:at] or at != len(view):
+        raise SessionFileRefused(
+            "the session file is damaged: its content does not match its digest; export it again", reason="damaged"
+        )
+    return sections
+
+
+def _truncated(size: int) -> SessionFileRefused:
+    return SessionFileRefused(
+        f"the session file ends too early, after {size:,} bytes, or is damaged; copy or export it again",
+        reason="truncated",
+    )
+
+
+def _session(sections: list[tuple[bytes, memoryview]]) -> tuple[PortableSession, int]:
+    """The session, and how long its history is said to be."""
+    tags = [tag for tag, _ in sections]
+    num_spans, num_turns, num_snapshots = tags.count(b"SPAN"), tags.count(b"TURN"), tags.count(b"SNAP")
+    order = [b"HEAD", *[b"SPAN"] * num_spans, *[b"TURN"] * num_turns, *[b"SNAP"] * min(1, num_snapshots)]
+    if tags != order:
+        raise ValueError("its sections are not in order")
+    head = _decoded(sections[0][1], _Head)
+    own = SessionOpened(
+        session_id=head.session_id,
+        number=0,
+        owner="",
+        created_at=head.created_at,
+        kind=head.kind,
+        label=head.label,
+        group=head.group,
+        metadata=head.metadata,
+        sink=head.sink,
+        pin_tokens=head.pin_tokens,
+        eos_token_ids=head.eos_token_ids,
+    )
+    session = PortableSession(
+        opened=own,
+        model=head.model,
+        spans=tuple(_span(content, head.session_id) for tag, content in sections if tag == b"SPAN"),
+        turns=tuple(_turn(content, head.session_id) for tag, content in sections if tag == b"TURN"),
+        reward=head.reward,
+        snapshot=bytes(sections[-1][1]) if num_snapshots else None,
+    )
+    return session, head.history_length
+
+
+def _span(content: memoryview, session_id: str) -> Span:
+    span = _decoded(content, _Span)
+    tokens = tokens_of(span.tokens)
+    if span.kind == "given":
+        return TokensGiven(session_id, tokens)
+    reason = span.stop_reason.value if span.stop_reason else None
+    return TokensSampled(session_id, tokens, floats_of(span.logprobs), floats_of(span.sampling_logprobs), reason)
+
+
+def _turn(content: memoryview, session_id: str) -> PortableTurn:
+    turn = _decoded(content, _Turn)
+    values: dict[str, Any] = {name: getattr(turn, name) for name in turn.__struct_fields__}
+    arrays = {name: unpack(values[name]) for name, unpack in _ARRAYS.items()}
+    return PortableTurn(session_id=session_id, **values | arrays)
+
+
+def _decoded(content: memoryview, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(content, type=kind)

@@ -1,0 +1,255 @@
+"""What the CUDA engine promises, checked on a device by `tests/gpu.py`."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.engine.cuda import CudaEngine
+from holdfast.engine.cuda.weights import quantised
+from holdfast.engine.interface import Row
+from holdfast.engine.quantisation import quantise
+from holdfast.engine.sampling import Pick
+from holdfast.engine.slab import Slab, SlabPool, SlabShape
+from holdfast.engine.torch.weights import StateDictReader
+from holdfast.generation import Sampled, SamplingParams
+from holdfast.models.architecture import from_hf_config
+from tests import tiny
+from tests.driving import Array, difference, forward, run_chunks
+from tests.oracle import dense_logits
+
+SHAPE = SlabShape(recent=60, max_pin=16, prefill_chunk=48, draft_length=7, rewind_tokens=64)
+TOLERANCE = 5e-4
+MANY = 64
+
+
+def cuda_engine(
+    family: str, dtype: str = "float32", *, num_slabs: int = 2, deterministic: bool = False, shape: SlabShape = SHAPE
+) -> CudaEngine:
+    model = whole_groups_model() if family == "whole-groups" else tiny.hf_model(family)
+    return CudaEngine(
+        f"tiny-{family}",
+        from_hf_config(model.config.to_dict()),
+        StateDictReader(model.state_dict()),
+        digest=family,
+        num_slabs=num_slabs,
+        shape=shape,
+        dtype=dtype,
+        deterministic=deterministic,
+    )
+
+
+@cache
+def whole_groups_model() -> Any:
+    """Qwen3 whose rows hold whole groups of 32 weights, as int8 needs them."""
+    import transformers
+
+    sizes = tiny.hf_model("qwen3").config.to_dict() | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    torch.manual_seed(8)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).eval()
+
+
+def some_tokens(num: int, seed: int = 1) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, tiny.VOCABULARY, num).tolist()
+    return ids
+
+
+def the_cuda_engine_equals_the_dense_oracle() -> str:
+    worst = 0.0
+    for family in tiny.FAMILIES:
+        for deterministic in (False, True) if family in ("qwen3", "mistral") else (False,):
+            engine = cuda_engine(family, deterministic=deterministic)
+            for sink, sizes in ((4, [48, 1, 17, 5]), (0, [1, 8, 30, 3]), (16, [33, 2, 1])):
+                slab = SlabPool(2, SHAPE).acquire(sink)
+                tokens = some_tokens(10 * slab.window.size)
+                ours = run_chunks(engine, slab, tokens, sizes)
+                state = tiny.hf_model(family).state_dict()
+                truth = dense_logits(state, tiny.architecture(family), tokens, slab.window)
+                worst = max(worst, difference(ours, truth.numpy()))
+    assert worst <= TOLERANCE, worst
+    return f"max |logit difference| {worst:.1e} in fp32, ten windows, every family, deterministic and not"
+
+
+def rows_of_a_cuda_batch_keep_to_themselves() -> str:
+    """Rows of many lengths, pins and histories in one forward, against each alone."""
+    worst = 0.0
+    for num_rows, most in ((3, 1), (5, 8), (11, 4), (40, 3), (3, 30)):
+        engine, pool = cuda_engine("qwen3", num_slabs=num_rows), SlabPool(num_rows, SHAPE)
+        lengths = np.random.default_rng(num_rows).integers(1, most + 1, num_rows).tolist()
+        slabs = [pool.acquire(index % 17) for index in range(num_rows)]
+        for index, slab in enumerate(slabs):
+            run_chunks(engine, slab, some_tokens(20 + 7 * index, index), [48])
+        parts = [(slab, some_tokens(num, 99)) for slab, num in zip(slabs, lengths, strict=True)]
+        together = forward(engine, parts)
+        for slab, num in zip(slabs, lengths, strict=True):
+            slab.rewind(slab.length - num)
+        for (slab, tokens), ours in zip(parts, together, strict=True):
+            worst = max(worst, difference(ours, forward(engine, [(slab, tokens)])[0]))
+    assert worst <= 1e-4, worst
+    return f"max |logit difference| {worst:.1e} beside up to 39 others"
+
+
+def cuda_dtypes_stay_near_fp32() -> str:
+    said = []
+    for dtype, deterministic in (("bfloat16", False), ("bfloat16", True), ("int8", False), ("int8", True)):
+        worst, flips, total = 0.0, 0, 0
+        for family in ("whole-groups", *(tiny.FAMILIES if dtype == "bfloat16" else ())):
+            tokens = some_tokens(400)
+            exact = run_chunks(cuda_engine(family), SlabPool(2, SHAPE).acquire(4), tokens, [48])
+            engine = cuda_engine(family, dtype, deterministic=deterministic)
+            ours = run_chunks(engine, SlabPool(2, SHAPE).acquire(4), tokens, [48, 1, 6])
+            worst = max(worst, difference(ours, exact))
+            flips, total = flips + int((ours.argmax(-1) != exact.argmax(-1)).sum()), total + len(tokens)
+        assert worst < 1, (dtype, worst)
+        said.append(f"{dtype}{' deterministic' * deterministic} {worst:.3f}, {1000 * flips / total:.0f} flips")
+    return "max |logit difference| and flips per 1,000: " + "; ".join(said)
+
+
+def int8_weights_are_the_same_bits_as_on_the_host() -> str:
+    weight = torch.randn(300, 256)
+    weight[3, 32:64] = 0
+    host, device = quantise(weight.numpy()), quantised(weight.cuda())
+    assert device.scales is not None
+    assert np.array_equal(host.values, device.values.cpu().numpy())
+    assert np.array_equal(host.scales, device.scales.cpu().numpy())
+    return "values and scales"
+
+
+def deterministic_logits_are_bitwise_the_same() -> str:
+    """One history, in single tokens, drafts, chunks, and among many neighbours."""
+    for family, dtypes in (("qwen3", ("float32", "bfloat16")), ("mistral", ("float32",)), ("whole-groups", ("int8",))):
+        for dtype in dtypes:
+            engine = cuda_engine(family, dtype, num_slabs=MANY, deterministic=True)
+            assert engine.info.row_invariant
+            tokens = some_tokens(200)
+            slab = SlabPool(MANY, SHAPE).acquire(4)
+            truth = run_chunks(engine, slab, tokens, [1])
+            for sizes in ([48], [8], [3, 20, 1, 7], [2, 5]):
+                slab.reset()
+                assert np.array_equal(run_chunks(engine, slab, tokens, sizes), truth), (family, dtype, sizes)
+            for num_rows, num_tokens in ((8, 1), (MANY, 1), (8, 8), (5, 3), (3, 40)):
+                ours = _beside_others(engine, tokens, num_rows, num_tokens)
+                assert np.array_equal(ours, truth), (family, dtype, num_rows, num_tokens)
+    return "n of 1, 2, 5, 8, 20, 48; batches of 1, 3, 5, 8, 64; fp32, bf16, int8"
+
+
+def _beside_others(engine: CudaEngine, tokens: list[int], num_rows: int, num_tokens: int) -> Array:
+    """All logits of `tokens`, its row in the middle of a batch whose other rows are something else."""
+    pool = SlabPool(MANY, SHAPE)
+    slabs = [pool.acquire(4) for _ in range(num_rows)]
+    out = []
+    for start in range(0, len(tokens), num_tokens):
+        mine = tokens[start : start + num_tokens]
+        parts = [(slab, some_tokens(len(mine), start + index)) for index, slab in enumerate(slabs)]
+        parts[num_rows // 2] = (slabs[num_rows // 2], mine)
+        out.append(forward(engine, parts)[num_rows // 2])
+    return np.concatenate(out)
+
+
+_PARAMS = (
+    SamplingParams(seed=9, temperature=0.8),
+    SamplingParams(seed=2**63 + 5, temperature=1.3, top_k=20, top_p=0.9, choice=3),
+    SamplingParams(seed=1, temperature=0.0),
+    SamplingParams(seed=2, temperature=0.7, min_p=0.1),
+    SamplingParams(seed=3, temperature=1.0, top_p=0.5),
+    SamplingParams(seed=4, temperature=2.0, top_k=5),
+)
+
+
+def a_burst_draws_what_single_steps_draw() -> str:
+    worst = 0.0
+    for params, deterministic in ((_PARAMS, False), ((_PARAMS[0], _PARAMS[2], _PARAMS[3]), False), (_PARAMS[:2], True)):
+        engine = cuda_engine("qwen3", num_slabs=len(params), deterministic=deterministic)
+        pool = SlabPool(len(params), SHAPE)
+        slabs = [pool.acquire(4) for _ in params]
+        for index, slab in enumerate(slabs):
+            run_chunks(engine, slab, some_tokens(50 + index, index), [48])
+        singly = _step_by_step(engine, slabs, params, 40)
+        for slab in slabs:
+            slab.rewind(slab.length - 40)
+            slab.begin_write(40)
+        at_once = engine.burst([Row(slab, [5], 1) for slab in slabs], _picks(slabs, params), 40)
+        for ours, theirs in zip(at_once, singly, strict=True):
+            assert [s.token for s in ours if isinstance(s, Sampled)] == [s.token for s in theirs]
+            for a, b in zip(ours, theirs, strict=True):
+                assert isinstance(a, Sampled)
+                worst = max(worst, abs(a.logprob - b.logprob), abs(a.sampling_logprob - b.sampling_logprob))
+    assert worst < 1e-4, worst
+    return f"40 tokens a row, greedy and all filters, across evictions; logprobs within {worst:.1e}"
+
+
+def _picks(slabs: Sequence[Slab], params: Sequence[SamplingParams]) -> list[Pick]:
+    return [
+        Pick(row=index, position=slab.length + 1, params=param)
+        for index, (slab, param) in enumerate(zip(slabs, params, strict=True))
+    ]
+
+
+def _step_by_step(
+    engine: CudaEngine, slabs: Sequence[Slab], params: Sequence[SamplingParams], num: int
+) -> list[list[Sampled]]:
+    tokens = [5] * len(slabs)
+    drawn: list[list[Sampled]] = [[] for _ in slabs]
+    for _ in range(num):
+        for slab in slabs:
+            slab.begin_write(1)
+        rows = [Row(slab, [token], 1) for slab, token in zip(slabs, tokens, strict=True)]
+        outcomes = engine.sample(engine.forward(rows), _picks(slabs, params))
+        for slab, own, outcome in zip(slabs, drawn, outcomes, strict=True):
+            assert isinstance(outcome, Sampled)
+            own.append(outcome)
+            slab.end_write(1)
+        tokens = [own[-1].token for own in drawn]
+    return drawn
+
+
+def positions_of_millions_are_exact() -> str:
+    """A history that is three million tokens old, against the same cells on the CPU."""
+    engine, plain = cuda_engine("qwen3"), tiny.engine("qwen3", num_slabs=2, shape=SHAPE)
+    slab = SlabPool(2, SHAPE).acquire(4)
+    start = 3_000_000
+    run_chunks(engine, slab, some_tokens(slab.capacity), [40])
+    kept = slab.intact()
+    kv = engine.read_slab(slab, kept)
+    slab.adopt(length=start, lowest=start - len(kept[1]))
+    moved = slab.intact()
+    engine.write_slab(slab, moved, kv)
+    plain.write_slab(slab, moved, kv)
+    ours = forward(engine, [(slab, some_tokens(20))])[0]
+    slab.rewind(start)
+    worst = difference(ours, forward(plain, [(slab, some_tokens(20))])[0])
+    assert worst <= TOLERANCE, worst
+    return f"max |logit difference| {worst:.1e} at position 3,000,000"
+
+
+def cuda_slabs_take_the_memory_they_say() -> str:
+    cuda_engine("llama")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = cuda_engine("llama", "bfloat16", num_slabs=2000)
+    held = torch.cuda.memory_allocated() - before
+    info = engine.info
+    assert engine.kv_reserved_bytes == 2000 * SHAPE.capacity * info.kv_bytes_per_position
+    assert 0 <= held - engine.kv_reserved_bytes < 4_000_000, (held, engine.kv_reserved_bytes)
+    slab = SlabPool(2000, SHAPE).acquire(4)
+    run_chunks(engine, slab, some_tokens(400), [48, 1, 8])
+    torch.cuda.synchronize()
+    settled = torch.cuda.memory_allocated()
+    run_chunks(engine, slab, some_tokens(2000), [48, 1, 8])
+    grown = torch.cuda.memory_allocated() - settled
+    assert grown == 0, grown
+    return f"{engine.kv_reserved_bytes:,} bytes reserved, allocator agrees, nothing grows"
+
+
+CUDA_CHECKS = (
+    the_cuda_engine_equals_the_dense_oracle,
+    rows_of_a_cuda_batch_keep_to_themselves,
+    cuda_dtypes_stay_near_fp32,
+    int8_weights_are_the_same_bits_as_on_the_host,
+    deterministic_logits_are_bitwise_the_same,
+    a_burst_draws_what_single_steps_draw,
+    positions_of_millions_are_exact,
+    cuda_slabs_take_the_memory_they_say,
+)

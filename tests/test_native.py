@@ -1,0 +1,186 @@
+"""The native engine beside the plain path: every build, every dtype, whatever the rows; drawing beside sampling.py."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.interface import Row
+from holdfast.engine.native import library as native
+from holdfast.engine.native.engine import NativeEngine, load_engine
+from holdfast.engine.native.store import TensorFile, cache_directory, packed_weights
+from holdfast.engine.quantisation import quantise
+from holdfast.engine.sampling import Pick, sample_rows
+from holdfast.engine.slab import SlabPool, SlabShape
+from holdfast.errors import ConfigError, ModelError, NonFiniteLogits
+from holdfast.generation import Sampled, SamplingParams
+from holdfast.models import GGUFSource
+from tests import tiny
+from tests.driving import difference, run_chunks
+from tests.engine_cases import native_engine
+from tests.oracle import dense_logits
+
+SHAPE = SlabShape(recent=60, max_pin=16, prefill_chunk=48, draft_length=7, rewind_tokens=32)
+CHUNKS = ([1], [48, 1, 17, 5], [8, 3])
+
+
+def _tokens(num: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(1).integers(0, tiny.VOCABULARY, num).tolist()
+    return ids
+
+
+def _run(engine: NativeEngine, tokens: list[int], chunks: list[int]) -> np.ndarray:
+    return run_chunks(engine, SlabPool(2, SHAPE).acquire(4), tokens, chunks)
+
+
+@pytest.mark.parametrize("variant", native.usable_variants())
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_build_agrees_with_the_oracle(variant: str, family: str) -> None:
+    tokens = _tokens(300)
+    window = SlabPool(2, SHAPE).acquire(4).window
+    truth = dense_logits(tiny.hf_model(family).state_dict(), tiny.architecture(family), tokens, window).numpy()
+    engine = native_engine(family, num_slabs=2, shape=SHAPE, variant=variant)
+    for chunks in CHUNKS:
+        assert difference(_run(engine, tokens, chunks), truth) <= 5e-4
+
+
+@pytest.mark.parametrize("variant", native.usable_variants())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_in_any_company(variant: str, dtype: str) -> None:
+    """Chunks, threads and neighbours: not one bit may differ."""
+    options = {"num_slabs": 2, "shape": SHAPE, "dtype": dtype, "deterministic": True, "variant": variant}
+    tokens = _tokens(220)
+    plain = _run(native_engine("qwen3", num_threads=1, **options), tokens, [1])
+    for threads, chunks in ((1, [48]), (2, [48, 1, 17, 5]), (3, [8, 3])):
+        assert np.array_equal(_run(native_engine("qwen3", num_threads=threads, **options), tokens, chunks), plain)
+    engine = native_engine("qwen3", num_threads=2, **options)
+    pool = SlabPool(2, SHAPE)
+    mine, other = pool.acquire(4), pool.acquire(9)
+    for position, token in enumerate(tokens):
+        for slab in (mine, other):
+            slab.begin_write(1)
+        logits = engine.forward([Row(other, [tokens[-position - 1]], 1), Row(mine, [token], 1)])
+        assert np.array_equal(logits[1], plain[position])
+        for slab in (mine, other):
+            slab.end_write(1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_default_model_has_the_same_bits_in_any_company(default_source: GGUFSource, dtype: str) -> None:
+    shape = SlabShape(recent=96, max_pin=4, prefill_chunk=64, draft_length=7, rewind_tokens=0)
+    engine = load_engine(default_source, num_slabs=1, shape=shape, dtype=dtype, deterministic=True, num_threads=2)
+    assert engine.info.row_invariant
+    tokens: list[int] = np.random.default_rng(3).integers(0, 49_000, 140).tolist()
+    plain, *others = (
+        run_chunks(engine, SlabPool(1, shape).acquire(4), tokens, chunks) for chunks in ([1], [64, 7, 1], [8])
+    )
+    for other in others:
+        assert np.array_equal(other, plain)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 1e-3), ("int8", 4e-3)])
+def test_narrow_weights_stay_near_float32(default_source: GGUFSource, dtype: str, limit: float) -> None:
+    """Kullback-Leibler divergence to float32, over the positions of an English text and with the fast products."""
+    shape = SlabShape(recent=256, max_pin=4, prefill_chunk=64, draft_length=0, rewind_tokens=0)
+    tokens: list[int] = np.random.default_rng(3).integers(0, 49_000, 120).tolist()
+
+    def logprobs(dtype: str) -> np.ndarray:
+        engine = load_engine(default_source, num_slabs=1, shape=shape, dtype=dtype)
+        logits = run_chunks(engine, SlabPool(1, shape).acquire(4), tokens, [60]).astype(np.float64)
+        logits -= logits.max(axis=1, keepdims=True)
+        return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+
+    exact, ours = logprobs("float32"), logprobs(dtype)
+    divergence = float((np.exp(exact) * (exact - ours)).sum(axis=1).mean())
+    assert 0 <= divergence < limit
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**40),
+    choice=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([0.0, 0.01, 0.3, 0.8, 1.0, 1.7, 5.0]),
+    size=st.sampled_from([1, 5, 16, 97, 4096]),
+)
+@settings(deadline=None, max_examples=200)
+def test_drawing_is_what_sampling_says(seed: int, position: int, choice: int, temperature: float, size: int) -> None:
+    engine = native_engine("llama", num_slabs=1, shape=SHAPE)
+    logits = np.random.default_rng(seed).normal(0, 4, (1, size)).astype(np.float32)
+    pick = Pick(row=0, position=position, params=SamplingParams(seed=seed, choice=choice, temperature=temperature))
+    (ours,), (plain,) = engine.sample(logits, [pick]), sample_rows(logits, [pick])
+    assert isinstance(ours, Sampled)
+    assert isinstance(plain, Sampled)
+    assert ours.token == plain.token
+    assert abs(ours.logprob - plain.logprob) < 2e-6
+    assert abs(ours.sampling_logprob - plain.sampling_logprob) < 2e-5
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("index", [0, 15, 96])
+def test_what_is_not_finite_fails_its_own_row(value: float, index: int) -> None:
+    engine = native_engine("llama", num_slabs=1, shape=SHAPE)
+    logits = np.zeros((2, 97), np.float32)
+    logits[0, index] = value
+    picks = [Pick(row=row, position=3, params=SamplingParams(seed=1)) for row in (0, 1)]
+    bad, good = engine.sample(logits, picks)
+    assert isinstance(bad, NonFiniteLogits)
+    assert isinstance(good, Sampled)
+
+
+def test_the_first_of_equal_logits_wins() -> None:
+    engine = native_engine("llama", num_slabs=1, shape=SHAPE)
+    logits = np.zeros((1, 97), np.float32)
+    logits[0, [40, 71]] = 2
+    (drawn,) = engine.sample(logits, [Pick(row=0, position=0, params=SamplingParams(seed=1, temperature=0))])
+    assert isinstance(drawn, Sampled)
+    assert drawn.token == 40
+
+
+def test_eight_bits_are_those_of_q8_0() -> None:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+    from gguf.quants import quantize as reference
+
+    weight = np.random.default_rng(0).normal(0, 0.3, (6, 128)).astype(np.float32)
+    weight[2, 32:64] = 0
+    expected = dequantize(reference(weight, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
+    assert np.abs(quantise(weight).restored() - expected).max() == 0
+
+
+def test_rows_of_broken_groups_are_refused() -> None:
+    with pytest.raises(ModelError, match="whole groups of 32"):
+        quantise(np.zeros((2, 40), np.float32))
+
+
+def test_packed_weights_are_kept(default_source: GGUFSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    class Counting:
+        num = 0
+
+        def read(self, name: str) -> np.ndarray:
+            self.num += 1
+            return default_source.file.tensor(name)
+
+    first, second = Counting(), Counting()
+    packed = packed_weights(default_source, first, "int8")
+    again = packed_weights(default_source, second, "int8")
+    assert (first.num > 200, second.num) == (True, 0)
+    assert packed.keys() == again.keys()
+    assert all(np.array_equal(packed[name], again[name]) for name in packed)
+    (kept,) = (cache_directory() / "weights").iterdir()
+    os.truncate(kept, kept.stat().st_size - 1)
+    with pytest.raises(ModelError, match="truncated"):
+        TensorFile(kept)
+    packed_weights(default_source, second, "int8")
+    assert second.num == first.num
+
+
+def test_an_unknown_build_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="there is no native build 'sse'"):
+        native.library("sse")
+    monkeypatch.setenv(native.CHOICE, "off")
+    assert not native.is_available()

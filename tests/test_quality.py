@@ -1,0 +1,151 @@
+"""`holdfast bench quality`: gates that can fail, the arithmetic, and a moment of the real thing."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from holdfast.bench import quality
+from holdfast.bench.gates import share_at_least, stays_flat
+from holdfast.bench.recording import Recording
+from holdfast.bench.report import Report, Series, read
+from holdfast.bench.runner import Output, run
+from holdfast.bench.understanding import facts, perplexities, recalls
+from holdfast.cli import main
+from holdfast.config import EngineConfig
+from holdfast.engine.slab import SlabPool, SlabShape
+from holdfast.engine.torch import TorchEngine
+from holdfast.errors import ConfigError
+from holdfast.models import GGUFSource, ModelSource
+from holdfast.testing.engine import FakeEngine
+from tests.serving import default_chat
+
+SHAPE = SlabShape(recent=16, max_pin=8, prefill_chunk=8, rewind_tokens=0)
+
+
+def test_flat_means_no_higher_at_the_end() -> None:
+    assert stays_flat("g", [90.0, 10.0, 10.0, 11.0, 12.0, 13.0, 13.0], 0.35).passed
+    assert not stays_flat("g", [90.0, 10.0, 10.0, 11.0, 12.0, 14.0, 14.0], 0.35).passed
+    assert stays_flat("g", [9.0, 20.0, 20.0, 8.0, 7.0, 6.0], 0.35).passed
+
+
+@pytest.mark.parametrize("values", [[], [1.0] * 5, [0.0] * 9, [math.nan] * 9, [math.inf] * 9])
+def test_what_has_no_course_is_not_flat(values: list[float]) -> None:
+    assert not stays_flat("g", values, 0.35).passed
+
+
+def test_a_share_of_none_is_a_result_and_nothing_measured_is_not() -> None:
+    assert share_at_least("g", [1.0] * 4 + [0.0], 0.8).passed
+    assert not share_at_least("g", [1.0] * 3 + [0.0] * 2, 0.8).passed
+    assert not share_at_least("g", [0.0], 0.8).passed
+    assert not share_at_least("g", [], 0.8).passed
+
+
+def _measured(
+    *,
+    late: float = 10.0,
+    times: float = 9.0,
+    inside: float = 1.0,
+    outside: float = 0.0,
+    off: float = 20.0,
+    bare: float = 2e6,
+) -> Report:
+    recording = Recording("quality", "", {"dtype": "float32"})
+    recording.extend("sink=4/perplexity", "", [10.0] * 6 + [late] * 3)
+    recording.extend("without_sinks:with/perplexity", "times", [1.0] * 6 + [times] * 3)
+    for place, value in (("inside", inside), ("outside", outside), ("pinned", inside)):
+        recording.extend(f"{place}/recalled", "", [value] * 5)
+    recording.report.series["oracle/difference"] = Series("", [off] * 3)
+    recording.report.series["oracle_without_sinks/difference"] = Series("", [bare] * 3)
+    return recording.report
+
+
+def _failed(report: Report) -> set[str]:
+    return {gate.name for gate in quality.judge(report) if not gate.passed}
+
+
+def test_quality_is_judged_by_all_that_can_go_wrong() -> None:
+    assert not _failed(_measured())
+    assert _failed(_measured(late=20.0)) == {"perplexity_is_flat"}
+    assert _failed(_measured(times=1.1)) == {"control_without_sinks"}
+    assert _failed(_measured(inside=0.0)) == {"recalled_inside", "recalled_pinned"}
+    assert _failed(_measured(outside=1.0)) == {"control_recalled_outside"}
+    assert _failed(_measured(off=501.0)) == {"agrees_with_the_oracle"}
+    assert _failed(_measured(bare=1.0)) == {"control_oracle"}
+    nothing = Report(scenario="quality", command="", started_at="", settings={"dtype": "float32"})
+    assert len(_failed(nothing)) == 7
+
+
+def test_perplexities_come_chunk_by_chunk_for_each_number_of_sinks() -> None:
+    engine = FakeEngine(num_slabs=2, shape=SHAPE)
+    tokens = [index * 7 % engine.info.vocab_size for index in range(41)]
+    found = list(perplexities(engine, tokens, (4, 0), 8))
+    assert len(found) == 5
+    assert found[0][4] == pytest.approx(found[0][0])  # nothing has left the window yet
+    assert all(1 < value < 10 * engine.info.vocab_size for chunk in found for value in chunk.values())
+
+
+def test_facts_are_different_and_their_questions_end_where_the_answer_begins() -> None:
+    tokenizer = default_chat().model.tokenizer
+    found = facts(tokenizer, 12)
+    assert len({tuple(fact.statement) for fact in found}) == 12
+    for fact in found:
+        asked = fact.question + fact.answer
+        assert fact.statement[: len(asked)] == asked
+    assert tokenizer.decode(found[0].answer).startswith(" ")
+
+
+def test_a_model_that_knows_nothing_recalls_nothing() -> None:
+    engine = FakeEngine(num_slabs=1, shape=SlabShape(recent=64, max_pin=8, prefill_chunk=32, rewind_tokens=0))
+    fact = facts(default_chat().model.tokenizer, 1)[0]
+    small = type(fact)(
+        *([id % engine.info.vocab_size for id in part] for part in (fact.statement, fact.question, fact.answer))
+    )
+    assert not recalls(engine, SlabPool(1, engine.shape).acquire(4), small, list(range(40)), chunk=32)
+
+
+def test_a_text_that_is_missing_or_too_short_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no text"):
+        quality._text(quality.Settings(text=str(tmp_path / "missing")))
+    (tmp_path / "short").write_text("Hello.", encoding="utf-8")
+    assert main(["bench", "quality", "--text", str(tmp_path / "short"), "--output", str(tmp_path)]) == 2
+    assert len(quality.long_text()) > 400_000
+
+
+def test_a_model_that_knows_nothing_fails_the_bench(tmp_path: Path) -> None:
+    def build(source: ModelSource, config: EngineConfig) -> FakeEngine:
+        shape = SlabShape(recent=config.recent, max_pin=config.max_pin, prefill_chunk=config.prefill_chunk)
+        return FakeEngine(num_slabs=config.sessions, shape=shape, vocab_size=source.architecture.vocab_size)
+
+    settings = quality.Settings(tokens=1600, facts=1, dtype="bfloat16")  # no oracle
+    assert run(quality.scenario(build), settings, Output(tmp_path)) == 1
+    (path,) = tmp_path.glob("*.json")
+    report = read(path)
+    assert len(report.values("sink=4/perplexity")) == 10
+    failed = {gate.name for gate in report.gates if not gate.passed}
+    assert failed >= {"recalled_inside", "recalled_pinned", "control_without_sinks"}
+
+
+def test_the_default_model_recalls_what_it_sees_and_what_is_pinned(
+    default_engine: TorchEngine, default_source: GGUFSource
+) -> None:
+    tokenizer = default_chat().model.tokenizer
+    filler = tokenizer.encode(quality.long_text()[:2000])
+    pool = SlabPool(default_engine.num_slabs, default_engine.shape)
+    near, pinned = pool.acquire(4), pool.acquire(default_engine.shape.max_pin)
+    for fact in facts(tokenizer, 2):
+        assert recalls(default_engine, near, fact, filler[:20], chunk=40)
+        assert not recalls(default_engine, near, fact, filler[:100], chunk=40)
+        assert recalls(default_engine, pinned, fact, filler[:100], chunk=40)
+
+
+def test_the_default_model_agrees_with_the_oracle_and_not_with_one_without_sinks(
+    default_engine: TorchEngine, default_source: GGUFSource
+) -> None:
+    tokens = default_chat().model.tokenizer.encode(quality.long_text()[:2000])
+    recording = Recording("quality", "", {"dtype": "float32"})
+    settings = quality.Settings(recent=default_engine.shape.recent, oracle_windows=1)
+    quality.agree(default_engine, default_source, tokens, settings, recording)
+    gates = {gate.name: gate for gate in quality.judge(recording.report)}
+    assert gates["agrees_with_the_oracle"].passed, gates["agrees_with_the_oracle"].reason
+    assert gates["control_oracle"].passed, gates["control_oracle"].reason

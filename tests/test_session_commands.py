@@ -1,0 +1,166 @@
+"""`holdfast sessions export | import | purge` against a running server, and purge without one."""
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from holdfast.cli import main
+from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+from tests.serving import Server, default_chat, serving_aside, wordy_engine
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving_aside(wordy_engine(), default_chat(), data_dir=str(tmp_path / "data"), max_parked=9) as server:
+        yield server
+
+
+def sessions_of(server: Server, *counts: int) -> list[str]:
+    """Open sessions of so many tokens."""
+    with grpc.insecure_channel(server.address) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        requests = (pb.CreateSessionRequest(token_ids=range(count), client_label="mine") for count in counts)
+        return [stub.CreateSession(request).session_id for request in requests]
+
+
+def close(server: Server, *sessions: str) -> None:
+    for session in sessions:
+        assert httpx.delete(f"http://{server.http}/sessions/{session}", verify=False).status_code == 204
+
+
+def test_a_session_goes_to_a_file_and_comes_back(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (session,) = sessions_of(server, 300)
+    door = ["--server", server.address]
+    assert main(["sessions", "export", session, *door]) == 0
+    path = tmp_path / f"{session}.holdfast"
+    assert capsys.readouterr().out == f"{session}.holdfast: {path.stat().st_size:,} bytes\n"
+    assert main(["sessions", "import", str(path), *door]) == 0
+    new, _, counts = capsys.readouterr().out.partition(": ")
+    assert new != session
+    assert counts == "300 tokens, 300 reused, 0 computed again\n"
+    small = tmp_path / "small"
+    assert main(["sessions", "export", session, "-o", str(small), "--no-snapshot", *door]) == 0
+    assert small.stat().st_size < path.stat().st_size
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(small.read_bytes())))
+    capsys.readouterr()
+    assert main(["sessions", "import", "-", *door]) == 0
+    assert "300 tokens, 0 reused, 300 computed again" in capsys.readouterr().out
+    close(server, session)
+    assert main(["sessions", "export", session, "-o", str(tmp_path / "closed"), *door]) == 0
+    assert sorted(found.name for found in tmp_path.iterdir()) == sorted([path.name, "closed", "data", "small"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (["export", "nobody"], 1, "no session nobody"),
+        (["export", "{session}", "-o", "{there}"], 2, "is there already; give another -o FILE, or --force"),
+        (["export", "{session}", "-o", "/no/such/place"], 2, "cannot write /no/such/place"),
+        (["import", "/no/such/file"], 2, "cannot read /no/such/file: No such file"),
+        (["import", "{there}"], 1, "this is not a session file"),
+        (["import", "{there}", "--server", "127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_and_leaves_no_file(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[list[str], int, str]
+) -> None:
+    words, status, said = case
+    there = tmp_path / "there"
+    there.write_text("not a session, whatever it is called")
+    (session,) = sessions_of(server, 3)
+    words = [word.format(session=session, there=there) for word in words]
+    door = [] if "--server" in words else ["--server", server.address]
+    assert main(["sessions", words[0], *door, *words[1:]]) == status
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert {found.name for found in tmp_path.iterdir()} == {"there", "data"}
+    assert not list(Path.cwd().glob("*.holdfast"))
+
+
+def test_closed_sessions_are_purged_once_someone_is_sure(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, still_open = sessions_of(server, 1, 2, 3)
+    close(server, one, two)
+    many = sessions_of(server, *[0] * 10)
+    close(server, *many)
+
+    def purge(*words: str) -> tuple[int, str]:
+        status = main(["sessions", "purge", "--http", server.http, *words])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    def answering(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", Terminal(text))
+
+    assert purge() == (0, "nothing to purge\n")  # none is past the retention
+    assert purge("--older-than", "1h") == (0, "nothing to purge\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    status, said = purge("--closed")
+    assert (status, one in said, "give --yes" in said, "and 2 more" in said) == (2, True, True, True)
+    answering("n\n")
+    assert purge("--closed")[0] == 1
+    answering("y\n")
+    status, said = purge(one)
+    assert (status, said.endswith("purged 1 session\n")) == (0, True)
+    status, said = purge(still_open, "--yes")
+    assert (status, "is not closed; close it first" in said) == (1, True)
+    status, said = purge(one, "--yes")
+    assert (status, f"no session {one}" in said) == (1, True)
+    assert purge("--older-than", "0s", "--yes") == (0, "purged 11 sessions\n")
+    assert purge("--closed", one)[0] == 2
+    with pytest.raises(SystemExit):
+        purge("--older-than", "soon")
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "said"),
+    [("127.0.0.1:1", 1, "no answer from 127.0.0.1:1"), ("ftp://there", 2, "ftp://there is not HOST:PORT")],
+)
+def test_a_server_that_is_not_there_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], address: str, status: int, said: str
+) -> None:
+    assert main(["sessions", "purge", "--closed", "--http", address]) == status
+    assert said in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_data_directory_that_no_server_uses_can_be_purged_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+
+    def purge(*words: str) -> tuple[int, str]:
+        status = main(["sessions", "purge", "--data-dir", str(data), *words])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    status, said = purge("--closed")
+    assert (status, "has no journal" in said, data.exists()) == (2, True, False)
+    with serving_aside(wordy_engine(), default_chat(), data_dir=str(data)) as server:
+        one, two, still_open = sessions_of(server, 1, 2, 3)
+        close(server, one, two)
+        status, said = purge("--closed", "--yes")
+        assert (status, "in use by another Holdfast" in said) == (2, True)
+    assert purge()[0] == 2
+    assert purge(one, "--yes") == (0, "purged 1 session\n")
+    assert purge("--older-than", "1d", "--yes") == (0, "nothing to purge\n")
+    assert purge("--closed", "--yes") == (0, "purged 1 session\n")
+    with serving_aside(wordy_engine(), default_chat(), data_dir=str(data)) as server:
+        listed: list[Any] = httpx.get(f"http://{server.http}/sessions", verify=False).json()["data"]
+        assert [entry["session_id"] for entry in listed] == [still_open]
