@@ -18,7 +18,7 @@ help: ## this list
 
 setup: $(READY) ## create .venv, install what constraints.txt pins, fetch the default model
 
-$(READY): pyproject.toml constraints.txt sdks/python/pyproject.toml
+$(READY): pyproject.toml constraints.txt sdks/python/pyproject.toml hatch_build.py $(wildcard src/holdfast/engine/native/*.cpp src/holdfast/engine/native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[torch,mlx,dev]' -e sdks/python
 	$(BIN)/holdfast models pull

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
-from holdfast.engine.native import NativeEngine
+from holdfast.engine.native import NativeEngine, is_available
 from holdfast.engine.native.weights import Packing
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.window import Window
@@ -19,7 +20,10 @@ from tests import tiny
 from tests.oracle import dense_logits
 
 HAS_MLX = importlib.util.find_spec("mlx") is not None
-_KINDS = ("torch", "native", "mlx") if HAS_MLX else ("torch", "native")
+HAS_NATIVE = is_available()
+_KINDS = ("torch", *(("native",) if HAS_NATIVE else ()), *(("mlx",) if HAS_MLX else ()))
+
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="no C++ compiler when holdfast was installed")
 NAMES = ("fake", *(f"{kind}-{family}" for kind in _KINDS for family in tiny.FAMILIES))
 
 

@@ -43,6 +43,7 @@ from holdfast.engine.torch import TorchEngine
 from holdfast.models import GGUFSource
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests import tiny
+from tests.engine_cases import needs_native
 from tests.journaling import opening
 
 FREE = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
@@ -99,6 +100,7 @@ def test_a_person_gets_lines_and_a_table() -> None:
     assert "holdfast serve would start" in done.stdout
 
 
+@needs_native
 def test_a_light_install_is_told_what_to_add_and_can_still_front_another_server() -> None:
     program = (
         "import sys\n"
@@ -264,6 +266,7 @@ def test_a_journal_that_is_damaged_gone_or_from_the_future_is_a_problem(tmp_path
     assert judge_data(found).level == "problem"
 
 
+@needs_native
 def test_the_sizes_are_those_of_the_engine(default_source: GGUFSource) -> None:
     config = EngineConfig(sessions=2, recent=64, max_pin=16, prefill_chunk=32, rewind_tokens=8, device="cpu")
     engine = build_engine(default_source, config)

@@ -42,7 +42,7 @@ from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from tests import tiny
 from tests.conftest import SMALL
 from tests.driving import difference, forward, run_chunks
-from tests.engine_cases import mlx_engine, random_tokens
+from tests.engine_cases import mlx_engine, needs_native, random_tokens
 from tests.oracle import dense_logits, weight_names
 from tests.test_determinism import _generate
 from tests.test_serve import start
@@ -394,6 +394,7 @@ def _asked(device: str, monkeypatch: pytest.MonkeyPatch, *, mac: bool, mlx: bool
     return embedded.build_engine(open_model(), EngineConfig(device=device))
 
 
+@needs_native
 def test_auto_is_mlx_on_a_mac_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _asked("auto", monkeypatch, mac=True, mlx=True) == "mlx"
     assert _asked("auto", monkeypatch, mac=True, mlx=False) == "native"

@@ -20,8 +20,10 @@ from holdfast.generation import Sampled, SamplingParams
 from holdfast.models import GGUFSource
 from tests import tiny
 from tests.driving import difference, run_chunks
-from tests.engine_cases import native_engine
+from tests.engine_cases import native_engine, needs_native
 from tests.oracle import dense_logits
+
+pytestmark = needs_native
 
 SHAPE = SlabShape(recent=60, max_pin=16, prefill_chunk=48, draft_length=7, rewind_tokens=32)
 CHUNKS = ([1], [48, 1, 17, 5], [8, 3])

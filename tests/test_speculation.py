@@ -3,11 +3,14 @@
 import random
 from collections.abc import Sequence
 
+import httpx
 import numpy as np
 import pytest
+from holdfast_sdk import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.bench.served import serving
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.speculative import Ask, Draft, NGram, Proposer, Speculator
@@ -18,7 +21,7 @@ from holdfast.errors import ConfigError
 from holdfast.generation import Done, Sampled, SamplingParams
 from holdfast.testing.engine import FakeEngine
 from tests import tiny
-from tests.engine_cases import native_engine
+from tests.engine_cases import native_engine, needs_native
 
 SHAPE = SlabShape(recent=24, max_pin=4, prefill_chunk=16, draft_length=7, rewind_tokens=8)
 
@@ -114,6 +117,7 @@ async def test_right_drafts_save_forwards() -> None:
     assert len(calls) < 15
 
 
+@needs_native
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_deterministic_kernels_give_the_same_bits(dtype: str, temperature: float) -> None:
@@ -134,6 +138,7 @@ async def test_deterministic_kernels_give_the_same_bits(dtype: str, temperature:
         assert done.num_accepted > 20
 
 
+@needs_native
 async def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     """The same weights and the same noise: every draft is accepted, also once the window slides."""
     params = SamplingParams(seed=4, max_tokens=60, temperature=0.8)
@@ -148,6 +153,7 @@ async def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     assert done.num_accepted == done.num_proposed > 40
 
 
+@needs_native
 async def test_another_model_drafts_and_is_corrected() -> None:
     params = SamplingParams(seed=4, max_tokens=40, temperature=0)
     engine = native_engine("llama", num_slabs=1, shape=SHAPE)
@@ -159,6 +165,7 @@ async def test_another_model_drafts_and_is_corrected() -> None:
     assert done.num_proposed > done.num_accepted
 
 
+@needs_native
 async def test_a_draft_model_reads_again_after_a_rewind() -> None:
     engine = native_engine("llama", num_slabs=1, shape=SHAPE, deterministic=True)
     draft = DraftModel(native_engine("llama", num_slabs=1, shape=SHAPE, deterministic=True), vocab_size=tiny.VOCABULARY)
@@ -201,3 +208,21 @@ def test_the_pace_follows_what_was_accepted() -> None:
     assert [pace.length(7) for _ in range(30)].count(1) == 1  # one try in 24
     assert Pace(row_cost=2.0).length(7) == 0  # never, where rows are dear
     assert Pace(row_cost=0.0).length(0) == 0
+
+
+@needs_native
+def test_a_server_drafts_reports_and_counts() -> None:
+    """The real model over gRPC: what was drafted is told with the end of the generation and in the metrics."""
+    text = [int(token) for token in np.random.default_rng(0).integers(100, 40_000, 30)]
+    ends = {}
+    with serving("--sessions", "2", "--recent", "256") as served, Client(served.grpc) as client:
+        for speculation in (True, False):
+            with client.create_session() as session:
+                session.append(text * 3)
+                generation = session.generate(max_tokens=40, temperature=0, seed=1, speculation=speculation)
+                list(generation)
+                ends[speculation] = generation.done
+        metrics = httpx.get(f"{served.http}/metrics").text
+    assert ends[True].accepted_draft_tokens > 5
+    assert ends[False].proposed_draft_tokens == 0
+    assert f'holdfast_draft_tokens_total{{result="accepted"}} {float(ends[True].accepted_draft_tokens)}' in metrics

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.testing.engine import FakeEngine
+from tests import serving as servers
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said
 from tests.test_grpc import create
@@ -229,3 +232,24 @@ async def test_the_real_model_goes_on_after_restarts_and_moves_with_an_undisturb
     if keeps_snapshots:
         assert found == expected  # logprobs too, bit for bit
     assert [[token for token, _ in one] for one in found] == [[token for token, _ in one] for one in expected]
+
+
+async def test_a_directory_of_another_tokenizer_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of = servers.model_of
+    monkeypatch.setattr(servers, "model_of", lambda engine: replace(model_of(engine), tokenizer_hash="abcd"))
+    await _left_behind(tmp_path)
+    noted = tmp_path / "model.json"
+    facts = json.loads(noted.read_text())
+    noted.write_text(json.dumps(facts | {"name": "other", "tokenizer_hash": "0123"}))
+    with pytest.raises(ConfigError, match="was used with 'other' and another tokenizer"):
+        async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
+            pass
+    noted.write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.json is damaged"):
+        async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
+            pass
+    noted.write_text(json.dumps(facts))
+    async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
+        pass

@@ -39,6 +39,7 @@ class Metrics:
         self.time_to_first_token = histogram("time_to_first_token_seconds", "from call to first token", _SECONDS)
         self.inter_token = histogram("inter_token_seconds", "between two tokens of a generation", _SECONDS)
         self.generated_tokens = counter("generated_tokens_total", "sampled tokens")
+        self.draft_tokens = counter("draft_tokens_total", "drafted tokens by what became of them", "result")
         self.invariant_violations = counter("cache_invariant_violations_total", "must stay 0", "kind")
         self.step_batch_size = histogram("step_batch_size", "sequences served by an engine step", _BATCH)
         self.step_duration = histogram("step_duration_seconds", "time an engine step takes", _SECONDS)

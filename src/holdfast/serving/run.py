@@ -76,7 +76,7 @@ async def running(
     addresses = [address for address in (config.grpc, config.http) if address]
     for address in addresses:
         check_bind(address, keys, insecure=config.insecure)
-    opening = open_storage(config, metrics)
+    opening = open_storage(config, metrics, backend.model)
     storage = await asyncio.to_thread(opening.__enter__)
     try:
         runtime = Runtime(

@@ -1,6 +1,7 @@
 """What a server keeps outside its slabs: journal, snapshots of parked sessions, what an earlier process left."""
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from holdfast.observability.metrics import Metrics
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.journal.sqlite import SqliteJournal
+from holdfast.sessions.ports import ModelInfo
 
 _MB = 1024 * 1024
+_MODEL = "model.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,12 @@ class Storage:
 
 
 @contextlib.contextmanager
-def open_storage(config: ServeConfig, metrics: Metrics) -> Iterator[Storage]:
-    """Blocks while it checks and reads what is there. Without a data directory nothing outlives the context."""
+def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Iterator[Storage]:
+    """Blocks while it checks and reads what is there. Without a data directory nothing outlives the context.
+
+    A directory belongs to the tokenizer that it was first used with: under another one its tokens would say something
+    else, so that is refused.
+    """
     memory = config.snapshot_memory_mb * _MB
     if not config.data_dir:
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
@@ -33,11 +40,36 @@ def open_storage(config: ServeConfig, metrics: Metrics) -> Iterator[Storage]:
             yield Storage(NoJournal(), snapshots)
         return
     directory = Path(config.data_dir).expanduser()
+    _check_tokenizer(directory, model)
     journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
     try:
+        _note_tokenizer(directory, model)
         snapshots = SnapshotStore(
             directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB, memory_budget_bytes=memory
         )
     except OSError as exc:
         raise ConfigError(f"cannot use the data directory {directory}: {exc}") from exc
     yield Storage(journal, snapshots, tuple(journal.load()))
+
+
+def _check_tokenizer(directory: Path, model: ModelInfo) -> None:
+    try:
+        theirs = json.loads((directory / _MODEL).read_text(encoding="utf-8"))
+        name, tokenizer_hash = str(theirs["name"]), str(theirs["tokenizer_hash"])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc})") from exc
+    if model.tokenizer_hash and tokenizer_hash != model.tokenizer_hash:
+        raise ConfigError(
+            f"the data directory {directory} was used with {name!r} and another tokenizer than that of {model.name!r}: "
+            "its sessions would say something else; use another --data-dir, or that model"
+        )
+
+
+def _note_tokenizer(directory: Path, model: ModelInfo) -> None:
+    path = directory / _MODEL
+    if model.tokenizer_hash and not path.exists():
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps({"name": model.name, "tokenizer_hash": model.tokenizer_hash}), encoding="utf-8")
+        fresh.replace(path)

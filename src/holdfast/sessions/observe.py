@@ -54,3 +54,6 @@ def observe_batch(metrics: Metrics, batch: Sequence[Event], since_s: float, *, i
     if isinstance(done := batch[-1], Done):
         metrics.generate_prefill_tokens.observe(done.prefill_tokens)
         metrics.generate_prefill_duration.observe(done.prefill_duration_s)
+        if done.num_proposed:
+            metrics.draft_tokens.labels("accepted").inc(done.num_accepted)
+            metrics.draft_tokens.labels("rejected").inc(done.num_proposed - done.num_accepted)

@@ -189,10 +189,10 @@ def load_engine(
     device: str = "cuda",
     deterministic: bool = False,
 ) -> CudaEngine:
-    """The engine for a model on disk. Blocks for seconds."""
+    """The engine for a model on disk, ready for its first request. Blocks for seconds."""
     if not torch.cuda.is_available():
         raise InvalidArgument("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
-    return CudaEngine(
+    engine = CudaEngine(
         source.name,
         source.architecture,
         reader_for(source),
@@ -203,3 +203,5 @@ def load_engine(
         device="cuda" if device == "auto" else device,
         deterministic=deterministic,
     )
+    engine.warm_up()
+    return engine

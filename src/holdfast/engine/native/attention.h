@@ -26,15 +26,18 @@ struct Row {
 struct Layout {
     int64_t end; // one past the last position written
     int sink, ring;
+    int64_t turn; // how many cells of the ring hold its newest turn
 
-    Layout(const Row &row, int capacity) : end(row.start + row.count), sink(row.sink), ring(capacity - row.sink) {}
+    Layout(const Row &row, int capacity)
+        : end(row.start + row.count), sink(row.sink), ring(capacity - row.sink),
+          turn(end > sink ? (end - sink) % ring : 0) {}
 
     int64_t cell(int64_t position) const { return position < sink ? position : sink + (position - sink) % ring; }
 
     int64_t position(int cell) const { // below `sink` for a ring cell that was never written
         if (cell < sink)
             return cell;
-        const int64_t turn = (end - sink) % ring, at = cell - sink;
+        const int64_t at = cell - sink;
         return end - turn + at - (at < turn ? 0 : ring);
     }
 };

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -87,15 +88,23 @@ inline Floats exponential(Floats x) {
 
 inline float exponential(float x) { return exponential(splat(x))[0]; }
 
+// Where lane number `lane` of a first half comes from, in spans of 2 * W lanes: from `a`, or LANES further on from `b`.
+template <int W> constexpr int first_half(int lane) {
+    const int span = lane / (2 * W) * (2 * W), at = lane % (2 * W);
+    return at < W ? span + at : LANES + span + at - W;
+}
+
 // In every span of 2 * W lanes: the two halves of `a` added, beside the two halves of `b` added.
 template <int W> inline Floats halved(Floats a, Floats b) {
-    Ints low{}, high{};
-    for (int lane = 0; lane < LANES; lane++) {
-        const int span = lane / (2 * W) * (2 * W), at = lane % (2 * W);
-        low[lane] = at < W ? span + at : LANES + span + at - W;
-        high[lane] = low[lane] + W;
-    }
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    return [&]<int... L>(std::integer_sequence<int, L...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+        return __builtin_shufflevector(a, b, first_half<W>(L)...) +
+               __builtin_shufflevector(a, b, (first_half<W>(L) + W)...);
+#else
+        return __builtin_shuffle(a, b, Ints{first_half<W>(L)...}) +
+               __builtin_shuffle(a, b, Ints{(first_half<W>(L) + W)...});
+#endif
+    }(std::make_integer_sequence<int, LANES>{});
 }
 
 // The sums of 16 vectors, in one.
