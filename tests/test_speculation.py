@@ -1,7 +1,7 @@
 """Drafts save time and change nothing: the same tokens and logprobs with and without, whatever is drafted."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 
 import httpx
 import numpy as np
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.bench.served import serving
 from holdfast.engine.interface import Engine
-from holdfast.engine.slab import SlabShape
+from holdfast.engine.sequence import Sequence
+from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.speculative import Ask, Draft, NGram, Proposer, Speculator
 from holdfast.engine.speculative.draft_model import DraftModel
 from holdfast.engine.speculative.pace import Pace
@@ -31,11 +32,11 @@ class Guesses:
 
     num_strengths = 1
 
-    def __init__(self, answer: Sequence[int], start: int, quality: float) -> None:
+    def __init__(self, answer: List[int], start: int, quality: float) -> None:
         self._answer, self._start, self._quality = answer, start, quality
         self._random = random.Random(5)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+    def propose(self, asks: List[Ask]) -> list[Draft]:
         return [Draft(self._draft(ask)) for ask in asks]
 
     def _draft(self, ask: Ask) -> list[int]:
@@ -196,6 +197,15 @@ async def test_whoever_asks_for_no_speculation_gets_none() -> None:
     params = SamplingParams(seed=1, max_tokens=20, temperature=0, speculation=False)
     _, done, _ = await _generate(FakeEngine(num_slabs=1, shape=SHAPE), [1, 2, 3], params, Guesses([], 3, 0.0))
     assert (done.num_proposed, done.num_accepted) == (0, 0)
+
+
+def test_a_long_history_is_indexed_some_at_a_time() -> None:
+    tokens = [int(token) for token in np.random.default_rng(2).integers(0, 50_000, 10_000)]
+    sequence = Sequence(1, SlabPool(1, SHAPE).acquire(4), [*tokens, *tokens[9_000:9_010]])
+    ask = Ask(sequence, SamplingParams(seed=1), 5)
+    proposer = NGram()
+    found = [proposer.propose([ask])[0].tokens for _ in range(3)]
+    assert found == [[], [], tokens[9_010:9_015]]
 
 
 def test_the_pace_follows_what_was_accepted() -> None:

@@ -21,7 +21,14 @@ def read_messages(raw: Sequence[Any], where: str = "messages") -> list[Message]:
     """The normal form of a request's messages; what cannot be understood is refused by its path."""
     if not raw:
         raise InvalidArgument(f"{where} must hold at least one message", param=where)
-    return [_message(value, f"{where}[{index}]") for index, value in enumerate(raw)]
+    return [_plain(value) or _message(value, f"{where}[{index}]") for index, value in enumerate(raw)]
+
+
+def _plain(raw: Any) -> Message | None:
+    """The message where it has nothing but a role and a text, as nearly all of a long conversation have."""
+    if type(raw) is dict and len(raw) == 2 and raw.get("role") in ROLES and type(raw.get("content")) is str:
+        return {"role": raw["role"], "content": raw["content"]}
+    return None
 
 
 def _message(raw: Any, where: str) -> Message:

@@ -14,6 +14,7 @@ SHORTEST = 3  # tokens that must agree
 _LONGEST = 16  # how far back an agreement is followed
 _STRONG = (5, 9)  # from so many agreeing tokens on, a draft is of the next strength
 _SLOTS = 1 << 15
+_AT_ONCE = 4096  # runs that are put in between two steps: some milliseconds
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 
 
@@ -55,11 +56,13 @@ class _Index:
         return Draft(tokens[end : min(end + limit, length)].tolist(), strength)
 
     def _catch_up(self, tokens: "array[int]") -> None:
-        """All runs but the last, which would only find itself. After a rewind some are put in once more."""
+        """All runs but the last, which would only find itself; of a long history some at a time, for other streams
+        wait meanwhile. After a rewind some are put in once more."""
         first = max(min(self._num_indexed, len(tokens)), SHORTEST)
-        for end in range(first, len(tokens)):
+        stop = max(first, min(len(tokens), first + _AT_ONCE))
+        for end in range(first, stop):
             self._ends[_slot(tokens, end)] = end
-        self._num_indexed = len(tokens)
+        self._num_indexed = stop
 
 
 def _slot(tokens: "array[int]", end: int) -> int:

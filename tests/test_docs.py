@@ -1,0 +1,204 @@
+"""What the documents say works: blocks are run, links followed, tables compared with the code."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
+from tests.documents import ROOT, Block, Reader, blocks_of, documents, flaw_of, links_of, missing_in, reading
+
+SERVING = ROOT / "docs/operations/serving.md"
+SETTINGS = ROOT / "docs/operations/settings.md"
+CONFIGS: tuple[type[Any], ...] = (ServeConfig, ChatConfig, EngineConfig, UpstreamConfig)
+SERVE = ".venv/bin/holdfast serve --recent 512 --snapshot-memory-mb 64"
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Someone with a server that runs, for documents that begin there."""
+    with reading(tmp_path_factory.mktemp("reader")) as reader:
+        reader.serve(SERVE)
+        yield reader
+
+
+def _follow(reader: Reader, blocks: list[Block]) -> list[str]:
+    """Run the blocks in order; every output is what stands below its block."""
+    outputs = []
+    for block in blocks:
+        output = reader.type(block)
+        missing = missing_in(output, block.shown)
+        assert missing is None, f"line {block.line}: {missing!r} is not in\n{output}"
+        outputs.append(output)
+    return outputs
+
+
+def _example(reader: Reader, name: str, *arguments: str, said: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        input=said,
+        cwd=reader.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_quickstart_works_from_its_first_block_to_its_last(tmp_path: Path) -> None:
+    with reading(tmp_path) as reader:
+        outputs = _follow(reader, blocks_of(ROOT / "docs/quickstart.md", "bash", "python"))
+    computed = [int(number) for number in re.findall(r"(\d+) computed", "".join(outputs))]
+    sent = [int(number) for number in re.findall(r"(\d+) tokens of prompt", "".join(outputs))]
+    assert sent == sorted(set(sent))  # the conversation grows, also over the restart
+    assert max(computed[1:]) <= 24 < computed[0]  # what it costs does not
+
+
+def test_the_two_commands_of_the_readme_exist() -> None:
+    """Not run here: one serves for ever, the other runs these tests."""
+    (block,) = blocks_of(ROOT / "README.md", "bash")
+    targets = re.findall(r"^make (\w+)", block.text, re.MULTILINE)
+    assert targets == ["serve", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/sessions.md", "docs/grpc.md"])
+def test_python_in_the_documents_runs(reader: Reader, name: str) -> None:
+    blocks = blocks_of(ROOT / name, "python")
+    assert blocks
+    _follow(reader, blocks)
+
+
+def test_the_examples_of_the_readme_have_15_lines_at_most() -> None:
+    for block in blocks_of(ROOT / "README.md", "python", "ts"):
+        assert len(block.text.splitlines()) <= 15
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    flaws = {link: flaw for link in links_of(path) if (flaw := flaw_of(path, link))}
+    assert not flaws
+
+
+def test_every_document_is_in_the_index() -> None:
+    index = ROOT / "docs/README.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links_of(index)}
+    pages = {path for path in documents() if path.is_relative_to(ROOT / "docs") and path.parent.name != "decisions"}
+    assert pages - {index} <= linked
+
+
+def test_the_table_of_metrics_is_what_the_server_exposes(reader: Reader) -> None:
+    exposed = httpx.get(f"http://{reader.http}/metrics").text
+    names = set(re.findall(r"^# TYPE (holdfast_\w+) ", exposed, re.MULTILINE))
+    names -= {name for name in names if name.endswith("_created")}  # written by the library for each counter
+    section = SERVING.read_text(encoding="utf-8").partition("## Watching")[2].partition("\n## ")[0]
+    cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    listed = {f"holdfast_{name}" for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert listed == names
+
+
+def test_the_table_of_metrics_names_their_labels() -> None:
+    from holdfast.observability.metrics import Metrics
+
+    text = SERVING.read_text(encoding="utf-8")
+    for collector in vars(Metrics()).values():
+        for label in getattr(collector, "_labelnames", ()):
+            name = collector._name.removeprefix("holdfast_") + "_total"
+            assert re.search(rf"`{name}{{[^}}]*\b{label}\b[^}}]*}}`", text), f"{name} has the label {label}"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_tables_of_settings_have_every_flag_and_its_default(config: type[Any]) -> None:
+    text = SETTINGS.read_text(encoding="utf-8")
+    for field in dataclasses.fields(config):
+        names = ["--" + field.name.replace("_", "-"), *field.metadata["aliases"]]
+        row = f"| {', '.join(f'`{name}`' for name in names)} | {_shown(field.default)} |"
+        assert f"\n{row}" in text, f"a row should begin with {row}"
+        for choice in field.metadata["choices"] or ():
+            assert re.search(rf"^{re.escape(row)}.*`{choice}`", text, re.MULTILINE), f"{choice} is missing in {row}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "`on`" if value else "`off`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if value != "" else "-"
+
+
+def test_no_setting_is_listed_that_does_not_exist() -> None:
+    known = {
+        field.name
+        for config in (ServeConfig, ChatConfig, EngineConfig, UpstreamConfig)
+        for field in dataclasses.fields(config)
+    }
+    listed = re.findall(r"^\| `--([\w-]+)`", SETTINGS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name.replace("-", "_") for name in listed} == known
+
+
+def test_the_agent_calls_its_tools_and_goes_on_with_its_session(reader: Reader) -> None:
+    server = f"http://{reader.http}"
+    said = _example(reader, "agent.py", "--server", server, "--tool-choice", "calculate", said="What is 12 * 30?\n")
+    assert re.search(r'calculate \{ ?"left": .* -> \S+', said)
+    session = re.search(r"session (\w+)", said)
+    assert session
+    again = _example(
+        reader,
+        "agent.py",
+        "--server",
+        server,
+        "--session",
+        session[1],
+        "--tool-choice",
+        "list_files",
+        said="Which files?\n",
+    )
+    assert "Makefile" in again
+    cached = [int(number) for number in re.findall(r"(\d+) cost nothing", again)]
+    assert min(cached) > 100
+
+
+def test_the_best_of_n_comes_from_one_prompt(reader: Reader) -> None:
+    said = _example(reader, "best_of_n.py", "--server", reader.grpc, "-n", "3", "--max-tokens", "6")
+    assert said.count(" 1 prefilled ") == 3
+    assert "kept: session" in said
+    left = httpx.get(f"http://{reader.http}/sessions").json()["data"]
+    assert "best of n" not in {session["label"] for session in left}
+
+
+def test_langchain_works_on_a_session(reader: Reader) -> None:
+    pytest.importorskip("langchain_openai")
+    said = _example(reader, "langchain_session.py", f"http://{reader.http}")
+    assert said.count("cost nothing") == 2
+    assert "population {'country': " in said
+
+
+@pytest.mark.slow
+def test_the_rollout_trains_on_its_samples(reader: Reader) -> None:
+    assert "tokens trained" in _example(reader, "rollout.py", f"http://{reader.http}")
+
+
+def test_output_is_compared_loosely_and_in_order() -> None:
+    assert missing_in("a 17 b\nc", "a 3 b\nc") is None
+    assert missing_in("c\na 17 b", "a 3 b\nc") == "c"
+    assert missing_in("logprob -1.5e-05", "logprob -0.25") is None
+    assert missing_in("session 7f3a is open", "session ... is open") is None
+    assert missing_in("Rome", "Paris") == "Paris"
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    readme = ROOT / "README.md"
+    assert flaw_of(readme, "docs/no-such.md") == "does not exist"
+    assert flaw_of(readme, "ARCHITECTURE.md#no-such-heading") == "has no heading 'no-such-heading'"
+    assert flaw_of(readme, "../outside.md") == "leaves the repository"
+    assert flaw_of(readme, "docs/operations/serving.md#what-survives") is None
+    page = tmp_path / "page.md"
+    page.write_text("[a](b.md#c) ![p](p.png) [w](https://x.y) `[no](z.md)`\n```\n[no](q.md)\n```\n", encoding="utf-8")
+    assert links_of(page) == ["b.md#c", "p.png"]
