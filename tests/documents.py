@@ -111,7 +111,16 @@ class Reader:
 
     def __post_init__(self) -> None:
         (self.folder / ".venv").symlink_to(sys.prefix)
-        for name in ("Makefile", "constraints.txt", "pyproject.toml", "examples", "sdks", "src", "tests"):
+        for name in (
+            "Makefile",
+            "constraints.txt",
+            "hatch_build.py",
+            "pyproject.toml",
+            "examples",
+            "sdks",
+            "src",
+            "tests",
+        ):
             (self.folder / name).symlink_to(ROOT / name)
 
     def type(self, block: Block) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.backends.embedded import EmbeddedBackend
 from holdfast.engine.worker import Worker
-from holdfast.errors import Draining, InvalidArgument, RecomputeTooLong, SessionBusy, SessionNotFound
+from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, RecomputeTooLong, SessionBusy, SessionNotFound
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.sessions.runtime import Runtime
 from tests.serving import SlowEngine, model_of
@@ -142,7 +142,8 @@ async def test_random_interleavings_never_lose_a_place_or_a_token(runtime: Runti
                 elif operation == "rewind":
                     await runtime.rewind(session, OWNER, 1)
                 elif operation == "fork":
-                    await runtime.close((await runtime.fork(session, OWNER))[0].session_id, OWNER)
+                    with contextlib.suppress(CapacityExhausted):  # two forks beside three busy sessions
+                        await runtime.close((await runtime.fork(session, OWNER))[0].session_id, OWNER)
                 else:
                     await runtime.close(session, OWNER)
                     session = (await runtime.create(OWNER, tokens=[number])).session_id
