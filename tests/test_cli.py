@@ -61,6 +61,11 @@ def test_a_conversation_remembers_and_tells_what_left_the_window() -> None:
     assert len(done.stdout.strip()) > 20
 
 
+def _heed_ctrl_c() -> None:
+    """A shell starts what runs in its background deaf to Ctrl-C, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
     outer, inner = pty.openpty()
     process = subprocess.Popen(
@@ -69,6 +74,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
         stdout=inner,
         stderr=inner,
         start_new_session=True,
+        preexec_fn=_heed_ctrl_c,  # noqa: PLW1509 - one call, no lock
     )
     os.close(inner)
     seen = ""
