@@ -1,9 +1,10 @@
 """Where weights come from, and where their packed form is kept so that the next start is quick."""
 
-import contextlib
 import json
+import logging
 import os
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from holdfast.errors import ModelError
 from holdfast.models import GGUFSource, HFSource, ModelSource
 
 FORMAT = "blocks-of-16/1"
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
 _NAMES = {np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"}
@@ -39,6 +42,10 @@ class TensorFile:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def checksum(self) -> int:
+        """Over all tensors. Reads the whole file."""
+        return zlib.crc32(self._bytes.data)
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         return {name: self.array(name) for name in self._entries}
@@ -91,13 +98,19 @@ def packed_weights(source: ModelSource, reader: TensorReader, dtype: str) -> Map
     """From the cache where they are there, else packed now and kept; a cache that cannot be written is no error."""
     path = cache_directory() / "weights" / f"{source.digest}-{dtype}.safetensors"
     facts = {"format": FORMAT, "digest": source.digest, "dtype": dtype}
-    with contextlib.suppress(ModelError):
-        file = TensorFile(path)
-        if file.facts == facts:
-            return file.arrays()
+    if path.exists():
+        try:
+            file = TensorFile(path)
+            if file.facts == facts | {"crc32": str(file.checksum())}:
+                return file.arrays()
+            logger.warning("%s is not what was written there; the weights are packed again", path)
+        except ModelError as exc:
+            logger.warning("the weights are packed again: %s", exc)
     arrays = Packing(reader, source.architecture, dtype).arrays()
-    with contextlib.suppress(OSError):
+    try:
         _write(path, arrays, facts)
+    except OSError as exc:
+        logger.warning("the packed weights could not be kept, so every start packs them again: %s", exc)
     return arrays
 
 
@@ -108,7 +121,10 @@ def cache_directory() -> Path:
 
 def _write(path: Path, arrays: Mapping[str, NDArray[np.generic]], facts: Mapping[str, str]) -> None:
     """A safetensors file, whole or not at all; every tensor begins at a multiple of 64 bytes."""
-    entries: dict[str, object] = {"__metadata__": dict(facts)}
+    checksum = 0
+    for array in arrays.values():
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    entries: dict[str, object] = {"__metadata__": {**facts, "crc32": str(checksum)}}
     offset = 0
     for name, array in arrays.items():
         entries[name] = {
