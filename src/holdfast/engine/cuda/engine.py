@@ -17,8 +17,7 @@ from holdfast.engine.description import engine_info
 from holdfast.engine.interface import EngineInfo, KeysValues, Row
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
-from holdfast.engine.torch.attention import SlabTensors, gather, scatter
-from holdfast.engine.torch.engine import to_bits
+from holdfast.engine.torch.attention import SlabTensors
 from holdfast.engine.torch.weights import TensorReader, reader_for
 from holdfast.errors import InvalidArgument, NonFiniteLogits
 from holdfast.generation import Sampled
@@ -126,27 +125,22 @@ class CudaEngine:
 
     @torch.inference_mode()
     def copy_slab(self, source: Slab, target: Slab) -> None:
-        for tensor in (self._slabs.keys, self._slabs.values):
-            tensor[:, target.slot] = tensor[:, source.slot]
+        self._slabs.copy(source, target)
 
     @torch.inference_mode()
     def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
-        return KeysValues(
-            *(to_bits(gather(tensor, slab, positions)) for tensor in (self._slabs.keys, self._slabs.values))
-        )
+        return self._slabs.read(slab, positions)
 
     @torch.inference_mode()
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
-        for tensor, bits in zip((self._slabs.keys, self._slabs.values), kv, strict=True):
-            scatter(tensor, slab, positions, torch.from_numpy(bits).view(tensor.dtype).to(self._device))
+        self._slabs.write(slab, positions, kv)
 
     def is_fatal(self, error: Exception) -> bool:
         return isinstance(error, torch.AcceleratorError)  # a CUDA context does not recover; running out of memory does
 
     @torch.inference_mode()
     def clear_slab(self, slab: Slab) -> None:
-        self._slabs.keys[:, slab.slot] = 0
-        self._slabs.values[:, slab.slot] = 0
+        self._slabs.clear(slab)
 
     def _forward_prompts(self, layout: Layout) -> Tensor:
         num_tokens, num_blocks = layout.tokens.shape[1], layout.blocks.shape[1]

@@ -6,9 +6,12 @@ slabs hold.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.engine.interface import KeysValues
 from holdfast.engine.packing import RowPlan, places
 from holdfast.engine.slab import Slab
 
@@ -24,6 +27,21 @@ class SlabTensors:
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    def copy(self, source: Slab, target: Slab) -> None:
+        for tensor in (self.keys, self.values):
+            tensor[:, target.slot] = tensor[:, source.slot]
+
+    def read(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
+        return KeysValues(*(_to_bits(gather(tensor, slab, positions)) for tensor in (self.keys, self.values)))
+
+    def write(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
+        for tensor, bits in zip((self.keys, self.values), kv, strict=True):
+            scatter(tensor, slab, positions, torch.from_numpy(bits).view(tensor.dtype).to(tensor.device))
+
+    def clear(self, slab: Slab) -> None:
+        self.keys[:, slab.slot] = 0
+        self.values[:, slab.slot] = 0
 
 
 class SlabAttention:
@@ -86,3 +104,10 @@ def scatter(tensor: Tensor, slab: Slab, positions: Sequence[range], content: Ten
     """The reverse of `gather`."""
     for packed, cells in places(slab, positions):
         tensor[:, slab.slot, :, cells] = content[:, :, packed]
+
+
+def _to_bits(tensor: Tensor) -> NDArray[np.generic]:
+    """A copy on the host; numpy has no bfloat16, so those travel as 16-bit integers."""
+    host = tensor.cpu()
+    bits: NDArray[np.generic] = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()
+    return bits

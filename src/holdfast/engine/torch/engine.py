@@ -12,7 +12,7 @@ from holdfast.engine.interface import EngineInfo, KeysValues, Row
 from holdfast.engine.packing import pack
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
-from holdfast.engine.torch.attention import SlabAttention, SlabTensors, gather, scatter
+from holdfast.engine.torch.attention import SlabAttention, SlabTensors
 from holdfast.engine.torch.model import Decoder
 from holdfast.engine.torch.weights import TensorReader, load_weights, reader_for
 from holdfast.errors import InvalidArgument, NonFiniteLogits
@@ -75,34 +75,22 @@ class TorchEngine:
 
     @torch.inference_mode()
     def copy_slab(self, source: Slab, target: Slab) -> None:
-        for tensor in (self._slabs.keys, self._slabs.values):
-            tensor[:, target.slot] = tensor[:, source.slot]
+        self._slabs.copy(source, target)
 
     @torch.inference_mode()
     def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
-        return KeysValues(
-            *(to_bits(gather(tensor, slab, positions)) for tensor in (self._slabs.keys, self._slabs.values))
-        )
+        return self._slabs.read(slab, positions)
 
     @torch.inference_mode()
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
-        for tensor, bits in zip((self._slabs.keys, self._slabs.values), kv, strict=True):
-            scatter(tensor, slab, positions, torch.from_numpy(bits).view(tensor.dtype).to(self._device))
+        self._slabs.write(slab, positions, kv)
 
     def is_fatal(self, error: Exception) -> bool:
         return isinstance(error, torch.AcceleratorError)  # a CUDA context does not recover; running out of memory does
 
     @torch.inference_mode()
     def clear_slab(self, slab: Slab) -> None:
-        self._slabs.keys[:, slab.slot] = 0
-        self._slabs.values[:, slab.slot] = 0
-
-
-def to_bits(tensor: Tensor) -> NDArray[np.generic]:
-    """A copy on the host; numpy has no bfloat16, so those travel as 16-bit integers."""
-    host = tensor.cpu()
-    bits: NDArray[np.generic] = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()
-    return bits
+        self._slabs.clear(slab)
 
 
 def load_engine(
