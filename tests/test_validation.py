@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.backends.cutting import without
 from holdfast.backends.pieces import SGLangReader, VLLMReader
 from holdfast.backends.validation import MAX_DEPTH, Checked, check_sglang, check_vllm
 from holdfast.errors import UpstreamAborted, UpstreamError, UpstreamInvalid
@@ -235,6 +236,11 @@ class TestBothFormats:
 PAYLOAD_NAMES = ("routed_experts", "indexer_topk")
 
 
+def said(body: bytes, place: Any) -> Any:
+    """What stands at a place."""
+    return None if place is None else json.loads(body[slice(*place)])
+
+
 def test_only_the_payloads_that_we_asked_for_are_cut_and_every_other_byte_stays() -> None:
     before = b'{ "choices":[{"message":{"role":"assistant","content":"\\"routed_experts\\": 1 \xc3\xa9",'
     before += b'"routed_experts":"AA=="},'
@@ -246,16 +252,18 @@ def test_only_the_payloads_that_we_asked_for_are_cut_and_every_other_byte_stays(
     body = before + rest + payload + after + extension + end
     checked = sglang(body, asked={"routed_experts"})
     assert checked.body == before + rest + b"\n" + after + end
-    assert checked.completion.routed_experts == "AA=="
-    assert sglang(body, asked={"routed_experts"}, keep_payloads=True).body is body
+    assert said(body, checked.completion.routed_experts) == "AA=="
+    assert without(body, checked.completion.cut) == checked.body
+    kept = sglang(body, asked={"routed_experts"}, keep_payloads=True)
+    assert (kept.body is body, kept.completion.cut) == (True, ())
     assert sglang(body).body is body
     assert sglang(body).completion.routed_experts is None
 
 
-def test_a_list_payload_is_kept_as_its_own_text() -> None:
+def test_a_payload_may_be_a_list() -> None:
     body = json.dumps(changed(SGLANG, (*META, "indexer_topk"), [[1, 2], [3]])).encode()
     checked = sglang(body, asked=PAYLOAD_NAMES)
-    assert checked.completion.indexer_topk == "[[1, 2], [3]]"
+    assert said(body, checked.completion.indexer_topk) == [[1, 2], [3]]
     assert checked.body == json.dumps(SGLANG).encode()
 
 
@@ -268,7 +276,7 @@ def test_a_payload_that_is_neither_text_nor_list_is_refused(payload: Any) -> Non
 def test_vllms_routed_experts_are_cut_too() -> None:
     body = json.dumps(changed(VLLM, (*CHOICE, "routed_experts"), "AAAA")).encode()
     checked = vllm(body, asked=PAYLOAD_NAMES)
-    assert checked.completion.routed_experts == "AAAA"
+    assert said(body, checked.completion.routed_experts) == "AAAA"
     assert checked.body == json.dumps(VLLM).encode()
 
 
@@ -310,9 +318,9 @@ def test_cutting_equals_parsing_without_the_members(data: st.DataObject) -> None
         for name in PAYLOAD_NAMES:
             place.pop(name, None)
     assert json.loads(checked.body) == expected
+    assert without(body, checked.completion.cut) == checked.body
     for name, value in wanted.items():
-        found = getattr(checked.completion, name)
-        assert found == value if isinstance(value, str | None) else json.loads(found) == value
+        assert said(body, getattr(checked.completion, name)) == value
 
 
 def paths(value: Any, here: Path = ()) -> list[Path]:

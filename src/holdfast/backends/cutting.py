@@ -1,31 +1,46 @@
 """Members cut out of a JSON text, every other byte left as it is. Nothing is parsed or written anew."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from msgspec import Raw
 
+from holdfast.sessions.ports import Place
+
 _SPACE = b" \t\r\n"
 
 
-def cut_members(body: bytes, values: Sequence[Raw]) -> bytes:
-    """`body` without the members that have these values; every other byte stays as it is."""
-    start = _address(body)
-    spans = sorted(((_address(value) - start, len(memoryview(value))) for value in values), reverse=True)
-    for offset, length in spans:  # from the last one on, so that the offsets before it stay true
-        first, end = _member(body, offset, offset + length)
-        body = body[:first] + body[end:]
-    return body
+def place_of(value: Raw, body: bytes) -> Place:
+    """Where in `body`, which it was decoded from, a value begins and ends."""
+    start = _address(value) - _address(body)
+    return start, start + len(memoryview(value))
 
 
-def _member(body: bytes, start: int, end: int) -> tuple[int, int]:
-    """Where the member with the value at `start` to `end` begins and ends, with one of its commas."""
+def members_at(body: bytes, values: Iterable[Place]) -> tuple[Place, ...]:
+    """Where the members with these values begin and end, in order, each with a comma that no other has."""
+    members: list[Place] = []
+    for start, end in sorted(values):
+        members.append(_member(body, start, end, free_from=members[-1][1] if members else 0))
+    return tuple(members)
+
+
+def without(body: bytes, places: Iterable[Place]) -> bytes:
+    """`body` less these places, which come in order."""
+    pieces = []
+    at = 0
+    for start, end in places:
+        pieces.append(body[at:start])
+        at = end
+    return b"".join((*pieces, body[at:])) if at else body
+
+
+def _member(body: bytes, start: int, end: int, *, free_from: int) -> Place:
     key_end = body.rindex(b'"', 0, start)
     first = body.rindex(b'"', 0, key_end)
     before, after = first, end
-    while body[before - 1] in _SPACE:
+    while before > free_from and body[before - 1] in _SPACE:
         before -= 1
-    if body[before - 1 : before] == b",":
+    if before > free_from and body[before - 1 : before] == b",":
         return before - 1, end
     while body[after] in _SPACE:
         after += 1

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from holdfast.backends.cutting import cut_members
+from holdfast.backends.cutting import members_at, place_of, without
 from holdfast.errors import UpstreamAborted, UpstreamInvalid
-from holdfast.sessions.ports import Completion, LogprobKind
+from holdfast.sessions.ports import Completion, LogprobKind, Place
 
 PAYLOADS = ("routed_experts", "indexer_topk")
 MAX_DEPTH = 100
@@ -115,7 +115,8 @@ def check_sglang(
     _not_aborted(choice.finish_reason)
     places: list[_Payloads] = [meta, *([reply.sglext] if reply.sglext else [])]
     found = {name: [raw for place in places if (raw := getattr(place, name)) is not UNSET] for name in asked}
-    client_body = cut_members(body, [raw for raws in found.values() for raw in raws])
+    members = members_at(body, [place_of(raw, body) for raws in found.values() for raw in raws])
+    client_body = without(body, members)
     _check_depth(client_body)
     tokens = tuple(entry.token for entry in meta.output_token_logprobs)
     logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
@@ -130,7 +131,8 @@ def check_sglang(
         completion_tokens=len(tokens),
         weight_version=None if meta.weight_version is None else str(meta.weight_version),
         logprob_kind=kind,
-        **{name: _payload(name, raws) for name, raws in found.items()},
+        cut=() if keep_payloads else members,
+        **{name: _payload(name, raws, body) for name, raws in found.items()},
     )
     return Checked(completion, body if keep_payloads else client_body)
 
@@ -150,7 +152,8 @@ def check_vllm(
     _not_aborted(choice.finish_reason)
     has_routing = "routed_experts" in asked and choice.routed_experts is not UNSET
     raws = [choice.routed_experts] if has_routing and isinstance(choice.routed_experts, Raw) else []
-    client_body = cut_members(body, raws)
+    members = members_at(body, [place_of(raw, body) for raw in raws])
+    client_body = without(body, members)
     _check_depth(client_body)
     if reply.prompt_token_ids != list(input_ids):
         raise UpstreamInvalid("prompt_token_ids are not the ones that were sent")
@@ -167,7 +170,8 @@ def check_vllm(
         finish_reason=choice.finish_reason,
         prompt_tokens=len(reply.prompt_token_ids),
         completion_tokens=len(tokens),
-        routed_experts=_payload("routed_experts", raws),
+        routed_experts=_payload("routed_experts", raws, body),
+        cut=() if keep_payloads else members,
         logprob_kind=kind,
     )
     return Checked(completion, body if keep_payloads else client_body)
@@ -256,16 +260,17 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content or ""}
 
 
-def _payload(name: str, raws: Sequence[Raw]) -> str | None:
-    """The text of the first place that has the payload."""
+def _payload(name: str, raws: Sequence[Raw], body: bytes) -> Place | None:
+    """The first place that has the payload."""
     for raw in raws:
-        view = memoryview(raw)
-        match bytes(view[:1]):
+        start, end = place = place_of(raw, body)
+        match body[start : start + 1]:
             case b"[":
-                return str(view, "utf-8")
+                return place
             case b'"':
-                text = str(view[1:-1], "utf-8")  # copied once: these are large
-                return decoded(bytes(view), _TEXT) if "\\" in text else text
+                if body.find(b"\\", start, end) >= 0:  # rare; most is base64, which has nothing to be wrong
+                    decoded(body[start:end], _TEXT)
+                return place
             case b"n":
                 continue
         raise UpstreamInvalid(f"{name} is neither text nor a list")

@@ -191,6 +191,7 @@ def _http_server(app: ASGIApp, config: ServeConfig) -> _HttpServer:
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small answers do not wait for an acknowledgement
     settings = uvicorn.Config(
         app,
+        http="h11",  # another parser, where one is installed, would refuse other requests, and not in our words
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -118,12 +118,16 @@ class LogprobKind(StrEnum):
     UNKNOWN = "unknown"
 
 
+Place = tuple[int, int]  # where something begins and ends in bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What an upstream sampled, checked: `token_ids` and `logprobs` belong together, one by one.
 
-    `message` is the assistant message as it came, its content never None. The payloads are the upstream's own
-    text: base64, or a JSON array; None where we did not ask for them or it has none.
+    `message` is the assistant message as it came, its content never None. The payloads are heavy, so they are told by
+    their place in the bytes that were received: a JSON text in base64, or a JSON array; None where we did not ask for
+    them or it has none. `cut` are the members that the client's copy lacks.
     """
 
     token_ids: tuple[int, ...]
@@ -133,8 +137,9 @@ class Completion:
     prompt_tokens: int | None
     completion_tokens: int
     weight_version: str | None = None
-    routed_experts: str | None = None
-    indexer_topk: str | None = None
+    routed_experts: Place | None = None
+    indexer_topk: Place | None = None
+    cut: tuple[Place, ...] = ()
     logprob_kind: LogprobKind = LogprobKind.UNKNOWN
 
 

@@ -62,6 +62,12 @@ def _check(node: Node, turn: PortableTurn) -> None:
         raise ValueError(f"the request of turn {node.number} is not an object")
     if not isinstance(msgspec.json.decode(turn.response), dict):
         raise ValueError(f"the response of turn {node.number} is not an object")
+    for told in ([node.facts.routed_experts], [node.facts.indexer_topk], node.facts.cut):
+        at = 0
+        for start, end in (place for place in told if isinstance(place, tuple)):
+            if not at <= start < end <= len(turn.response):
+                raise ValueError(f"turn {node.number} tells of places that its response does not have")
+            at = end
 
 
 def _record(node: Node, turn: PortableTurn) -> Record:

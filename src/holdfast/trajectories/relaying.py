@@ -58,6 +58,7 @@ class Relaying:
                 ended_at=time.time(),
                 routed_experts=completion.routed_experts,
                 indexer_topk=completion.indexer_topk,
+                cut=completion.cut,
             ),
             request=kept_request(reply.request, prepared.parent),
             response=reply.received,

@@ -13,6 +13,7 @@ from holdfast.chat.continuation import Root
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
 from holdfast.generation import Sampled
+from holdfast.sessions.ports import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,9 @@ class Facts:
     weight_versions: tuple[str, str] = ("", "")  # when it began and when it ended
     started_at: float = 0.0
     ended_at: float = 0.0
-    routed_experts: str | None = None  # as the upstream gave it: base64 of int32
-    indexer_topk: str | None = None
+    routed_experts: str | Place | None = None  # base64 of int32, or a list; heavy, so mostly its place in the response
+    indexer_topk: str | Place | None = None
+    cut: tuple[Place, ...] = ()  # of the response, what its client did not get
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
+from holdfast.backends.cutting import without
 from holdfast.chat.chat_model import ChatModel
 from holdfast.errors import HoldfastError, SessionFailed, SessionNotFound
 from holdfast.sessions.admission import Admission
@@ -64,7 +65,7 @@ class Turns:
         if last is not None and last.body:
             body = last.body
         else:
-            body = await response_of(node, trajectory.session_id, self._runtime.journal)
+            body = without(await response_of(node, trajectory.session_id, self._runtime.journal), node.facts.cut)
         return Recorded(body=body, number=node.number, headers=last.headers if last else {}, is_replay=True)
 
     async def _run(
@@ -161,8 +162,8 @@ class Turns:
         trajectory.num_branches += prepared.is_branch
         trajectory.num_control += prepared.prompt.num_control
         trajectory.last_ticket, trajectory.last_number = asked.ticket, node.number
-        copy = b"" if made.body == made.response else made.body  # the client's, where it differs from what is kept
-        trajectory.last_reply = Recorded(body=copy, number=node.number, headers=made.headers)
+        is_kept = bool(made.facts.cut) or made.body == made.response  # the client's copy can be had from the record
+        trajectory.last_reply = Recorded(body=b"" if is_kept else made.body, number=node.number, headers=made.headers)
         return node
 
     def _moved(self, session_id: str) -> SessionFailed:

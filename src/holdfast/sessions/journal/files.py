@@ -36,7 +36,7 @@ class DirectoryLock:
         except OSError as exc:
             raise ConfigError(
                 f"cannot write to the data directory {directory}: {exc.strerror}; "
-                "make it writable, or give another --data-dir, or --ephemeral to keep nothing"
+                "make it writable, or give another --data-dir"
             ) from exc
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -31,7 +31,7 @@ from holdfast.errors import SamplesUnusable
 from holdfast.trajectories.samples.certificate import certify
 from holdfast.trajectories.samples.mask import Kept, branches, cut, loss_mask, masked, response_start
 from holdfast.trajectories.samples.options import Options, SessionFacts
-from holdfast.trajectories.samples.payloads import rows_of
+from holdfast.trajectories.samples.payloads import ResponseOf, no_response, rows_of
 from holdfast.trajectories.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan
 from holdfast.trajectories.tree import Node, Tree
 
@@ -45,10 +45,12 @@ def assemble(
     session: SessionFacts | None = None,
     *,
     detokenize: Detokenize | None = None,
+    response_of: ResponseOf = no_response,
 ) -> Export:
     """The samples of a tree's tip, or of all its branches, each with its certificate.
 
-    `detokenize` makes the text of each response. Raises SamplesUnusable where the record itself stands in the way.
+    `detokenize` makes the text of each response, `response_of` has its bytes, in which heavy payloads lie. Raises
+    SamplesUnusable where the record itself stands in the way.
     """
     options, session = options or Options(), session or SessionFacts()
     paths = branches(tree) if options.branch == "all" else [tree.tip.path()]
@@ -63,7 +65,15 @@ def assemble(
         seen |= {node.number for node in kept.nodes}
         left_out = len(path) - len(kept.nodes)
         samples.append(
-            _sample(kept, turns, num_left_out=left_out, options=options, session=session, detokenize=detokenize)
+            _sample(
+                kept,
+                turns,
+                num_left_out=left_out,
+                options=options,
+                session=session,
+                detokenize=detokenize,
+                response_of=response_of,
+            )
         )
     if samples:
         return Export(samples=tuple(samples), session_metadata=summary)
@@ -104,6 +114,7 @@ def _sample(
     options: Options,
     session: SessionFacts,
     detokenize: Detokenize | None,
+    response_of: ResponseOf,
 ) -> Sample:
     nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
     tokens = np.concatenate([np.asarray(part, np.int64) for node in nodes for part in (node.given, node.sampled)])
@@ -123,8 +134,10 @@ def _sample(
             rollout_log_probs=_spread(turns, trained),
             logprobs=_spread(turns, [node.logprobs for node in nodes]),
             sampling_logprobs=_spread(turns, [node.sampling_logprobs for node in nodes]) if has_both else None,
-            rollout_routed_experts=rows_of(nodes, "routed_experts", num_tokens, num_layers=options.num_layers),
-            rollout_indexer_topk=rows_of(nodes, "indexer_topk", num_tokens),
+            rollout_routed_experts=rows_of(
+                nodes, "routed_experts", num_tokens, num_layers=options.num_layers, response_of=response_of
+            ),
+            rollout_indexer_topk=rows_of(nodes, "indexer_topk", num_tokens, response_of=response_of),
             response=detokenize(tokens[start:num_tokens].tolist()) if detokenize else "",
             reward=_reward(session.reward) if session.reward is not None else math.fsum(rewards) if rewards else None,
             **_plain({"group": session.group, "label": session.label}, "group and label"),

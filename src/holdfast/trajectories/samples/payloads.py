@@ -8,9 +8,10 @@ base64 of a .npy file (vLLM), or base64 of int32 without a shape (SGLang).
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,21 +24,36 @@ _NPY = b"\x93NUMPY"
 _INT32 = np.iinfo(np.int32)
 
 
+ResponseOf = Callable[[Node], bytes]
+
+
+def no_response(node: Node) -> bytes:
+    raise SamplesUnusable(f"the response of turn {node.number} is not at hand", reason="responses")
+
+
 class _Piece(NamedTuple):
     start: int
     rows: Rows
 
 
-def rows_of(nodes: Sequence[Node], field: Field, num_tokens: int, *, num_layers: int | None = None) -> Rows | None:
+def rows_of(
+    nodes: Sequence[Node],
+    field: Field,
+    num_tokens: int,
+    *,
+    num_layers: int | None = None,
+    response_of: ResponseOf = no_response,
+) -> Rows | None:
     """One row for each of the first `num_tokens - 1` positions; None where no turn has a payload.
 
-    Rows that came without a shape are [layers, topk] where `num_layers` is known and flat otherwise.
+    Rows that came without a shape are [layers, topk] where `num_layers` is known and flat otherwise. `response_of` is
+    asked for the bytes of a turn that tells its payload by a place in them.
     """
     pieces: list[_Piece] = []
     covered = 0
     shape: tuple[int, ...] | None = None
     for node in nodes:
-        text = node.facts.routed_experts if field == "routed_experts" else node.facts.indexer_topk
+        text = _text(node, field, response_of)
         if text is None:
             continue
         last = node.end - 1
@@ -61,6 +77,18 @@ def rows_of(nodes: Sequence[Node], field: Field, num_tokens: int, *, num_layers:
     for piece in pieces:  # each reaches further than those before and replaces what they said from its start on
         merged[piece.start : piece.start + len(piece.rows)] = piece.rows[: max(0, num_tokens - 1 - piece.start)]
     return merged
+
+
+def _text(node: Node, field: Field, response_of: ResponseOf) -> str | None:
+    said = node.facts.routed_experts if field == "routed_experts" else node.facts.indexer_topk
+    if said is None or isinstance(said, str):
+        return said
+    start, end = said
+    content = response_of(node)[start:end]
+    try:
+        return content.decode() if content.startswith(b"[") else msgspec.json.decode(content, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise _unusable(node, field, f"is not in the response at {start}: {exc}") from exc
 
 
 def _shaped(
