@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from holdfast.chat.template import ChatTemplate
 from holdfast.engine.slab import SlabShape
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.journal.recording import Recorder
+from holdfast.sessions.portable import transfers
 from holdfast.sessions.portable.file import decode, encode
 from holdfast.testing.engine import FakeEngine
 from tests import serving as servers
@@ -334,6 +336,34 @@ async def test_files_beyond_the_limit_are_refused_at_both_doors() -> None:
         assert (bad.status_code, error_of(bad)["param"]) == (400, "snapshot")
         document = (await client.get("/openapi.json")).json()["paths"]
         assert {"/sessions/import", "/sessions/purge", "/sessions/{session_id}/export"} <= set(document)
+
+
+async def test_few_files_come_in_at_once_and_those_that_stall_give_up_their_place(
+    chat_file: bytes, abroad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield chat_file[:100]
+        await may_end.wait()
+        yield chat_file[100:]
+
+    async def upload(content: Any) -> Any:
+        return await abroad.post("/sessions/import", content=content)
+
+    first = [asyncio.ensure_future(upload(slowly())) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    third = asyncio.ensure_future(upload(chat_file))
+    await asyncio.wait([third], timeout=0.3)
+    assert not third.done()
+    may_end.set()
+    assert [answer.status_code for answer in await asyncio.gather(*first, third)] == [200, 200, 200]
+    may_end.clear()
+    monkeypatch.setattr(transfers, "_STALL_S", 0.2)
+    asyncio.get_running_loop().call_later(1.0, may_end.set)  # httpx looks at an answer when it has sent all it has
+    stalled = await upload(slowly())
+    assert (refusal_of(stalled), error_of(stalled)["reason"]) == ((400, "invalid_argument"), "truncated")
+    assert (await upload(chat_file)).status_code == 200
 
 
 async def test_an_import_whose_journal_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -146,12 +146,16 @@ class RuntimeService(rpc.RuntimeServiceServicer):
     async def ImportSession(
         self, request_iterator: AsyncIterator[pb.SessionChunk], context: Context
     ) -> pb.ImportSessionResponse:
-        data = bytearray()
-        async for chunk in request_iterator:
-            data += chunk.data
-            if len(data) > self._max_session_mb * _MB:
-                raise PayloadTooLarge(f"the session file is larger than {self._max_session_mb} MB (--max-session-mb)")
-        imported = await self._transfers.import_file(current_owner.get(), data)
+        async def chunks() -> AsyncIterator[bytes]:
+            num_bytes = 0
+            async for chunk in request_iterator:
+                num_bytes += len(chunk.data)
+                if num_bytes > self._max_session_mb * _MB:
+                    limit = f"{self._max_session_mb} MB (--max-session-mb)"
+                    raise PayloadTooLarge(f"the session file is larger than {limit}")
+                yield chunk.data
+
+        imported = await self._transfers.import_file(current_owner.get(), chunks())
         return pb.ImportSessionResponse(
             session_id=imported.session_id,
             reused_tokens=imported.reused_tokens,

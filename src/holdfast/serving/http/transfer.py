@@ -33,10 +33,7 @@ class Transfer:
         return StreamingResponse(content(), headers=headers, media_type="application/octet-stream")
 
     async def import_session(self, request: Request) -> Response:
-        data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-        imported = await self._transfers.import_file(owner_of(request), data)
+        imported = await self._transfers.import_file(owner_of(request), aiter(request.stream()))
         return JSONResponse(
             {
                 "session_id": imported.session_id,

@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.store import new_session_id
 
 _FIELDS = [field.name for field in fields(TurnFields)]
+_AT_ONCE = 2  # files that come in; each is held in memory, whole
+_STALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class Imported:
 class Transfers:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def export(
         self, session_id: str, owner: str, *, with_snapshot: bool = True, is_admin: bool = False
@@ -44,8 +48,15 @@ class Transfers:
             session = await self._of_closed(session_id, owner, gone, is_admin=is_admin)
         return await asyncio.to_thread(encode, session)
 
-    async def import_file(self, owner: str, data: bytes | bytearray) -> Imported:
-        """A new session, whose tokens are exactly those of the file. All of it is imported, or SessionFileRefused."""
+    async def import_file(self, owner: str, chunks: AsyncIterator[bytes]) -> Imported:
+        """A new session, whose tokens are exactly those of the file. All of it is imported, or SessionFileRefused.
+
+        Few files come in at once: the others are not read before it is their turn.
+        """
+        async with self._places:
+            return await self._import(owner, await _received(chunks))
+
+    async def _import(self, owner: str, data: bytearray) -> Imported:
         runtime = self._runtime
         session = await asyncio.to_thread(self._read, data)
         stored = _stored(session, session_id=new_session_id(), number=runtime.next_number(), owner=owner)
@@ -137,6 +148,20 @@ class Transfers:
             raise SessionFileRefused("the session chats, and this server has no OpenAI door for it", reason="no_chat")
         check_fit(session, self._model)
         return session
+
+
+async def _received(chunks: AsyncIterator[bytes]) -> bytearray:
+    data = bytearray()
+    while True:
+        try:
+            async with asyncio.timeout(_STALL_S):
+                data += await anext(chunks)
+        except StopAsyncIteration:
+            return data
+        except TimeoutError:
+            raise SessionFileRefused(
+                f"no more of the session file came for {_STALL_S:g} s; send it again", reason="truncated"
+            ) from None
 
 
 def _spans(entries: list[Entry]) -> tuple[Span, ...]:
