@@ -1,13 +1,17 @@
 """What the CUDA engine promises, checked on a device by `tests/gpu.py`."""
 
+import tempfile
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
-from holdfast.engine.cuda import CudaEngine
+from holdfast.engine.cuda import CudaEngine, load_engine
+from holdfast.engine.cuda.graphs import GraphPool
 from holdfast.engine.cuda.weights import quantised
 from holdfast.engine.interface import Row
 from holdfast.engine.quantisation import quantise
@@ -15,6 +19,7 @@ from holdfast.engine.sampling import Pick
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from holdfast.engine.torch.weights import StateDictReader
 from holdfast.generation import Sampled, SamplingParams
+from holdfast.models import HFSource
 from holdfast.models.architecture import from_hf_config
 from tests import tiny
 from tests.driving import Array, difference, forward, run_chunks
@@ -205,6 +210,41 @@ def _step_by_step(
     return drawn
 
 
+def a_warm_engine_answers_at_once_and_the_same() -> str:
+    """After `warm_up`, and after `load_engine`, which calls it: no first request of a warmed size records a graph."""
+    for deterministic in (False, True):
+        cold, warm = (cuda_engine("qwen3", num_slabs=3, deterministic=deterministic) for _ in range(2))
+        warm.warm_up((1, 3))
+        for num_rows in (1, 3):
+            assert _first_request(warm, num_rows, may_record=False) == _first_request(cold, num_rows), num_rows
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.hf_model("qwen3").save_pretrained(folder)
+        loaded = load_engine(HFSource("tiny", Path(folder)), num_slabs=3, shape=SHAPE, dtype="float32")
+    assert _first_request(loaded, 1, may_record=False) == _first_request(cuda_engine("qwen3"), 1)
+    return "a prompt's chunk, a step and a burst of 1 and 3 rows, the same tokens as without it"
+
+
+def _first_request(engine: CudaEngine, num_rows: int, *, may_record: bool = True) -> list[list[int]]:
+    """What each row draws: two chunks of prompt, then three single steps, then eight in a burst."""
+    params = [SamplingParams(seed=index, temperature=0.8) for index in range(num_rows)]
+    pool = SlabPool(num_rows, SHAPE)
+    slabs = [pool.acquire(4) for _ in params]
+    with mock.patch.object(GraphPool, "record", GraphPool.record if may_record else _refuse_to_record):
+        for index, slab in enumerate(slabs):
+            run_chunks(engine, slab, some_tokens(2 * SHAPE.prefill_chunk, index), [SHAPE.prefill_chunk])
+        singly = _step_by_step(engine, slabs, params, 3)
+        for slab in slabs:
+            slab.begin_write(8)
+        rows = [Row(slab, [own[-1].token], 1) for slab, own in zip(slabs, singly, strict=True)]
+        at_once = engine.burst(rows, _picks(slabs, params), 8)
+    both = [[*own, *rest] for own, rest in zip(singly, at_once, strict=True)]
+    return [[one.token for one in row if isinstance(one, Sampled)] for row in both]
+
+
+def _refuse_to_record(*_: object) -> None:
+    raise AssertionError("a graph was recorded for a size that was warmed up")
+
+
 def positions_of_millions_are_exact() -> str:
     """A history that is three million tokens old, against the same cells on the CPU."""
     engine, plain = cuda_engine("qwen3"), tiny.engine("qwen3", num_slabs=2, shape=SHAPE)
@@ -250,6 +290,7 @@ CUDA_CHECKS = (
     int8_weights_are_the_same_bits_as_on_the_host,
     deterministic_logits_are_bitwise_the_same,
     a_burst_draws_what_single_steps_draw,
+    a_warm_engine_answers_at_once_and_the_same,
     positions_of_millions_are_exact,
     cuda_slabs_take_the_memory_they_say,
 )

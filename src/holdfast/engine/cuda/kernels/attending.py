@@ -1,4 +1,4 @@
-"""The two ways to launch attention: split over the keys for a few queries, whole for many."""
+"""The ways to launch attention: split over the keys for a few queries, whole for many, and all in one for one token."""
 
 import math
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from holdfast.engine.cuda.kernels.attention import (
     AttentionTile,
     Blocks,
     Splits,
-    _combine,
-    _split_attention,
-    _whole_attention,
+    combine,
+    split_attention,
+    whole_attention,
 )
 from holdfast.engine.cuda.kernels.decoding import decode_attention
 from holdfast.engine.cuda.kernels.launching import overlapped, power_of_two
@@ -43,30 +43,17 @@ def attend_split(
     group = heads // kv_heads
     out = torch.empty(num_tokens, heads * dim, dtype=query.dtype, device=query.device)
     num_blocks = min(_MOST_BLOCKS, blocks.firsts.shape[0])
-    rows = (num_blocks, kv_heads, splits.num_places, blocks.size * group)
-    mixed = torch.empty(*rows, dim, dtype=torch.float32, device=query.device)
-    top, norm = torch.empty(2, *rows, dtype=torch.float32, device=query.device)
-    sizes = {
-        "SIZE": blocks.size,
-        "HEADS": heads,
-        "GROUP": group,
-        "DIM": dim,
-        "DIM_BLOCK": power_of_two(dim, 16),
-        "SPLIT": tile.split,
-        "NUM_SINK": splits.num_sink,
-        "NUM_PLACES": splits.num_places,
-    }
+    parts = _parts((num_blocks, kv_heads, splits.num_places, blocks.size * group), dim, query.device)
+    sizes = {"SIZE": blocks.size} | _head_sizes(heads, group, dim) | _split_sizes(tile, splits)
     for start in range(0, blocks.firsts.shape[0], num_blocks):
         firsts, counts = blocks.firsts[start : start + num_blocks], blocks.counts[start : start + num_blocks]
-        _split_attention[(splits.num_sink + splits.num_recent, kv_heads, firsts.shape[0])](
+        split_attention[(splits.num_sink + splits.num_recent, kv_heads, firsts.shape[0])](
             *queries,
             *cache,
             *places,
             firsts,
             counts,
-            mixed,
-            top,
-            norm,
+            *parts,
             keys.shape[2],
             recent,
             _scale(dim),
@@ -75,8 +62,8 @@ def attend_split(
             **sizes,
             **overlapped(tile.num_warps, tile.num_stages),
         )
-        _combine[(heads, blocks.size, firsts.shape[0])](
-            mixed, top, norm, out, *places, firsts, counts, recent, **sizes, **overlapped(4)
+        combine[(heads, blocks.size, firsts.shape[0])](
+            *parts, out, *places, firsts, counts, recent, **sizes, **overlapped(4)
         )
     return out
 
@@ -100,9 +87,7 @@ def attend_decoded(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     group, tile, splits = heads // kv_heads, window.tile, window.splits
     out = torch.empty(num_rows, heads * dim, dtype=keys.dtype, device=qkv.device)
-    rows = (num_rows, kv_heads, splits.num_places, group)
-    mixed = torch.empty(*rows, dim, dtype=torch.float32, device=qkv.device)
-    top, norm = torch.empty(2, *rows, dtype=torch.float32, device=qkv.device)
+    parts = _parts((num_rows, kv_heads, splits.num_places, group), dim, qkv.device)
     decode_attention[(splits.num_sink + splits.num_recent, kv_heads, num_rows)](
         qkv,
         qkv if bias is None else bias,
@@ -110,27 +95,20 @@ def attend_decoded(
         rotations,
         *places,
         *cache,
-        mixed,
-        top,
-        norm,
+        *parts,
         done,
         out,
         capacity,
         window.recent,
         _scale(dim),
         window.epsilon,
-        HEADS=heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_BLOCK=power_of_two(dim, 16),
         GROUP_BLOCK=power_of_two(group),
         ROWS=power_of_two(group, 16),
         KEYS=tile.keys,
-        SPLIT=tile.split,
-        NUM_SINK=splits.num_sink,
-        NUM_PLACES=splits.num_places,
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
+        **_head_sizes(heads, group, dim),
+        **_split_sizes(tile, splits),
         **overlapped(tile.num_warps, tile.num_stages),
     )
     return out
@@ -144,7 +122,7 @@ def attend_whole(
     num_tokens, heads, dim = query.shape
     group = heads // keys.shape[1]
     out = torch.empty(num_tokens, heads * dim, dtype=query.dtype, device=query.device)
-    _whole_attention[(keys.shape[1], blocks.firsts.shape[0])](
+    whole_attention[(keys.shape[1], blocks.firsts.shape[0])](
         *queries,
         *cache,
         *places,
@@ -154,15 +132,27 @@ def attend_whole(
         keys.shape[2],
         recent,
         _scale(dim),
-        HEADS=heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_BLOCK=power_of_two(dim, 16),
         ROWS=power_of_two(blocks.size * group, 16),
         KEYS=tile.keys,
+        **_head_sizes(heads, group, dim),
         **overlapped(tile.num_warps, tile.num_stages),
     )
     return out
+
+
+def _parts(rows: tuple[int, int, int, int], dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the mixed values, top scores and norms of splits: rows are [blocks, kv_heads, places, queries]."""
+    mixed = torch.empty(*rows, dim, dtype=torch.float32, device=device)
+    top, norm = torch.empty(2, *rows, dtype=torch.float32, device=device)
+    return mixed, top, norm
+
+
+def _head_sizes(heads: int, group: int, dim: int) -> dict[str, int]:
+    return {"HEADS": heads, "GROUP": group, "DIM": dim, "DIM_BLOCK": power_of_two(dim, 16)}
+
+
+def _split_sizes(tile: AttentionTile, splits: Splits) -> dict[str, int]:
+    return {"SPLIT": tile.split, "NUM_SINK": splits.num_sink, "NUM_PLACES": splits.num_places}
 
 
 def _scale(dim: int) -> float:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.engine.cuda.kernels.launching import power_of_two, take_turn
+from holdfast.engine.cuda.kernels.softmax import attend, filled_places, fresh, split_of, store_part
 
 
 class AttentionTile(NamedTuple):
@@ -47,49 +48,6 @@ class Splits(NamedTuple):
 
 
 @triton.jit
-def absorb(query, k, v, is_seen, top, norm, mixed, scale):
-    """Take a tile of keys and values into a running softmax; what is not seen adds exactly nothing."""
-    scores = tl.where(is_seen, tl.dot(query, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - safe)
-    weights = tl.exp2(scores - safe[:, None])
-    norm = norm * fade + tl.sum(weights, axis=1)
-    mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
-    return new_top, norm, mixed
-
-
-@triton.jit
-def attend(
-    query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
-    IS_SINK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Take the keys of positions low..high into a running softmax."""
-    start = low // KEYS * KEYS
-    num = (high - start).to(tl.int32)
-    dim = tl.arange(0, DIM_BLOCK)
-    offset = tl.arange(0, KEYS)
-    ring = (capacity - sink).to(tl.int32)
-    begin = ((start - sink + ring.to(tl.int64) * KEYS) % ring).to(tl.int32)
-    for done in range(0, num, KEYS):
-        key = start + done + offset
-        is_live = (key >= low) & (key < high)
-        if IS_SINK:
-            cell = done + offset + start
-        else:
-            cell = sink + (begin + done + offset) % ring
-        at = cell[:, None] * DIM + dim[None, :]
-        mask = is_live[:, None] & (dim < DIM)[None, :]
-        k = tl.load(keys_ptr + at, mask=mask, other=0)
-        v = tl.load(values_ptr + at, mask=mask, other=0)
-        is_seen = is_live[None, :] & (key[None, :] <= positions[:, None])
-        if not IS_SINK:
-            is_seen = is_seen & (key[None, :] > positions[:, None] - recent)
-        top, norm, mixed = absorb(query, k, v, is_seen, top, norm, mixed, scale)
-    return top, norm, mixed
-
-
-@triton.jit
 def _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent):
     """A block's slot, sink, first position, end, and the first recent position that it sees."""
     position = tl.load(positions_ptr + first)
@@ -98,16 +56,32 @@ def _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent):
 
 
 @triton.jit
-def _queries(query_ptr, first, count, head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+def _rows_of(first, count, head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
              DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """One block's queries of one group of heads: [rows, dim], a token's heads side by side."""
+    """Where one block's rows of one group of heads lie, and which are there: [rows, dim], a token's heads together."""
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
     at = ((first + row // GROUP) * HEADS + head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
-    return tl.load(query_ptr + at, mask=(row < count * GROUP)[:, None] & (dim < DIM)[None, :], other=0)
+    return at, (row < count * GROUP)[:, None] & (dim < DIM)[None, :]
 
 
 @triton.jit
-def _split_attention(
+def _attend_block(
+    query_ptr, top, norm, mixed, keys_ptr, values_ptr, first, count, head, low, high, position, sink, capacity, recent,
+    scale, IS_SINK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Take a slab's keys of positions low..high, all sinks or none, into the running softmax of a block's queries."""
+    at, is_live = _rows_of(first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
+    query = tl.load(query_ptr + at, mask=is_live, other=0)
+    positions = position + tl.arange(0, ROWS) // GROUP
+    return attend(
+        query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
+        IS_SINK, DIM, DIM_BLOCK, KEYS,
+    )  # fmt: skip
+
+
+@triton.jit
+def split_attention(
     query_ptr,
     sink_query_ptr,
     keys_ptr,
@@ -139,44 +113,27 @@ def _split_attention(
     KV_HEADS: tl.constexpr = HEADS // GROUP
     first, count = tl.load(firsts_ptr + block), tl.load(counts_ptr + block)
     slot, sink, position, end, begin = _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent)
-    if split < NUM_SINK:
-        low = split.to(tl.int64) * SPLIT
-        high = tl.minimum(tl.minimum(sink, end), low + SPLIT)
-        place = NUM_PLACES - NUM_SINK + split.to(tl.int64)
-    else:
-        number = begin // SPLIT + split - NUM_SINK
-        low = tl.maximum(begin, number * SPLIT)
-        high = tl.minimum(end, (number + 1) * SPLIT)
-        place = number % (NUM_PLACES - NUM_SINK)
+    low, high, place = split_of(split, begin, end, sink, SPLIT, NUM_SINK, NUM_PLACES)
     if (count > 0) & (low < high):
-        row = tl.arange(0, ROWS)
-        positions = position + row // GROUP
         at = (slot * KV_HEADS + head) * capacity * DIM
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        norm = tl.zeros((ROWS,), tl.float32)
-        mixed = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+        top, norm, mixed = fresh(ROWS, DIM_BLOCK)
         if split < NUM_SINK:
-            query = _queries(sink_query_ptr, first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
-            top, norm, mixed = attend(
-                query, top, norm, mixed, keys_ptr + at, values_ptr + at, low, high, positions, sink, capacity, recent,
-                scale, True, DIM, DIM_BLOCK, KEYS,
+            top, norm, mixed = _attend_block(
+                sink_query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, low, high,
+                position, sink, capacity, recent, scale, True, HEADS, GROUP, DIM, DIM_BLOCK, ROWS, KEYS,
             )  # fmt: skip
         else:
-            query = _queries(query_ptr, first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
-            top, norm, mixed = attend(
-                query, top, norm, mixed, keys_ptr + at, values_ptr + at, low, high, positions, sink, capacity, recent,
-                scale, False, DIM, DIM_BLOCK, KEYS,
+            top, norm, mixed = _attend_block(
+                query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, low, high,
+                position, sink, capacity, recent, scale, False, HEADS, GROUP, DIM, DIM_BLOCK, ROWS, KEYS,
             )  # fmt: skip
+        row = tl.arange(0, ROWS)
         out = ((block * KV_HEADS + head) * NUM_PLACES + place) * SIZE * GROUP + row
-        is_row = row < count * GROUP
-        dim = tl.arange(0, DIM_BLOCK)
-        tl.store(top_ptr + out, top, mask=is_row)
-        tl.store(norm_ptr + out, norm, mask=is_row)
-        tl.store(mixed_ptr + out[:, None] * DIM + dim[None, :], mixed, mask=is_row[:, None] & (dim < DIM)[None, :])
+        store_part(top_ptr, norm_ptr, mixed_ptr, out, row < count * GROUP, top, norm, mixed, DIM, DIM_BLOCK)
 
 
 @triton.jit
-def _combine(
+def combine(
     mixed_ptr,
     top_ptr,
     norm_ptr,
@@ -201,13 +158,8 @@ def _combine(
     first, count = tl.load(firsts_ptr + block), tl.load(counts_ptr + block)
     if query < count:
         _, sink, _, end, begin = _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent)
-        NUM_RING: tl.constexpr = NUM_PLACES - NUM_SINK
         place = tl.arange(0, NUM_PLACES)
-        lowest = begin // SPLIT
-        number = lowest + (place - lowest % NUM_RING + NUM_RING) % NUM_RING
-        is_recent = tl.maximum(begin, number * SPLIT) < tl.minimum(end, (number + 1) * SPLIT)
-        is_sink = (place - NUM_RING) * SPLIT < tl.minimum(sink, end)
-        is_filled = tl.where(place < NUM_RING, is_recent, is_sink)
+        is_filled = filled_places(begin, end, sink, SPLIT, NUM_SINK, NUM_PLACES)
         row = query * GROUP + head % GROUP
         at = ((block * (HEADS // GROUP) + head // GROUP) * NUM_PLACES + place) * SIZE * GROUP + row
         top = tl.load(top_ptr + at, mask=is_filled, other=float("-inf"))
@@ -223,7 +175,7 @@ def _combine(
 
 
 @triton.jit
-def _whole_attention(
+def whole_attention(
     query_ptr,
     sink_query_ptr,
     keys_ptr,
@@ -249,23 +201,17 @@ def _whole_attention(
     first, count = tl.load(firsts_ptr + block), tl.load(counts_ptr + block)
     if count > 0:
         slot, sink, position, end, begin = _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent)
-        row = tl.arange(0, ROWS)
-        positions = position + row // GROUP
         at = (slot * (HEADS // GROUP) + head) * capacity * DIM
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        norm = tl.zeros((ROWS,), tl.float32)
-        mixed = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-        query = _queries(sink_query_ptr, first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
-        top, norm, mixed = attend(
-            query, top, norm, mixed, keys_ptr + at, values_ptr + at, sink * 0, tl.minimum(sink, end), positions, sink,
-            capacity, recent, scale, True, DIM, DIM_BLOCK, KEYS,
+        top, norm, mixed = fresh(ROWS, DIM_BLOCK)
+        top, norm, mixed = _attend_block(
+            sink_query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, sink * 0,
+            tl.minimum(sink, end), position, sink, capacity, recent, scale, True, HEADS, GROUP, DIM, DIM_BLOCK, ROWS,
+            KEYS,
         )  # fmt: skip
-        query = _queries(query_ptr, first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
-        top, norm, mixed = attend(
-            query, top, norm, mixed, keys_ptr + at, values_ptr + at, begin, end, positions, sink,
-            capacity, recent, scale, False, DIM, DIM_BLOCK, KEYS,
+        top, norm, mixed = _attend_block(
+            query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, begin, end, position,
+            sink, capacity, recent, scale, False, HEADS, GROUP, DIM, DIM_BLOCK, ROWS, KEYS,
         )  # fmt: skip
-        dim = tl.arange(0, DIM_BLOCK)
-        out = ((first + row // GROUP) * HEADS + head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
         answer = (mixed / norm[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out, answer, mask=(row < count * GROUP)[:, None] & (dim < DIM)[None, :])
+        out, is_live = _rows_of(first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
+        tl.store(out_ptr + out, answer, mask=is_live)

@@ -5,10 +5,34 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.engine.cuda.kernels.launching import overlapped, power_of_two, take_turn
+from holdfast.engine.cuda.kernels.softmax import cell_of
 
 
 @triton.jit
-def _turn(first, second, cos, sin):
+def _halves(ptr, at, is_live, HALF: tl.constexpr):
+    """The two halves of a vector, which a rotation mixes."""
+    first = tl.load(ptr + at, mask=is_live, other=0)
+    return first, tl.load(ptr + at + HALF, mask=is_live, other=0)
+
+
+@triton.jit
+def _store_halves(ptr, at, first, second, is_live, HALF: tl.constexpr):
+    tl.store(ptr + at, first.to(ptr.dtype.element_ty), mask=is_live)
+    tl.store(ptr + at + HALF, second.to(ptr.dtype.element_ty), mask=is_live)
+
+
+@triton.jit
+def _normed(first, second, weight_ptr, half, is_live, epsilon, HALF: tl.constexpr):
+    scale = 1 / tl.sqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + epsilon)
+    first_weight, second_weight = _halves(weight_ptr, half, is_live, HALF)
+    return first * (scale * first_weight), second * (scale * second_weight)
+
+
+@triton.jit
+def _turned(first, second, rotation, is_live, HALF: tl.constexpr):
+    """The halves after a rotation whose cosines, then sines, lie at `rotation`."""
+    cos = tl.load(rotation, mask=is_live, other=0)
+    sin = tl.load(rotation + HALF, mask=is_live, other=0)
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -41,46 +65,35 @@ def _heads(
     DIM: tl.constexpr = 2 * HALF
     half = tl.arange(0, BLOCK)
     is_live = half < HALF
-    at = (index * (HEADS + 2 * KV_HEADS) + head) * DIM + half
-    first = tl.load(qkv_ptr + at, mask=is_live, other=0).to(tl.float32)
-    second = tl.load(qkv_ptr + at + HALF, mask=is_live, other=0).to(tl.float32)
+    first, second = _halves(qkv_ptr, (index * (HEADS + 2 * KV_HEADS) + head) * DIM + half, is_live, HALF)
+    first, second = first.to(tl.float32), second.to(tl.float32)
     if HAS_BIAS:
-        first += tl.load(bias_ptr + head * DIM + half, mask=is_live, other=0)
-        second += tl.load(bias_ptr + head * DIM + HALF + half, mask=is_live, other=0)
+        first_bias, second_bias = _halves(bias_ptr, head * DIM + half, is_live, HALF)
+        first += first_bias
+        second += second_bias
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     if HAS_NORM:
         if not is_value:
             weight_ptr = query_norm_ptr if is_query else key_norm_ptr
-            scale = 1 / tl.sqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + epsilon)
-            first *= scale * tl.load(weight_ptr + half, mask=is_live, other=0)
-            second *= scale * tl.load(weight_ptr + HALF + half, mask=is_live, other=0)
+            first, second = _normed(first, second, weight_ptr, half, is_live, epsilon, HALF)
     rotation = rotations_ptr + index * 4 * HALF + half
-    cos = tl.load(rotation, mask=is_live, other=0)
-    sin = tl.load(rotation + HALF, mask=is_live, other=0)
     if is_query:
         out = (index * HEADS + head) * DIM + half
-        low, high = _turn(first, second, cos, sin)
-        tl.store(query_ptr + out, low.to(query_ptr.dtype.element_ty), mask=is_live)
-        tl.store(query_ptr + out + HALF, high.to(query_ptr.dtype.element_ty), mask=is_live)
-        cos = tl.load(rotation + 2 * HALF, mask=is_live, other=0)
-        sin = tl.load(rotation + 3 * HALF, mask=is_live, other=0)
-        low, high = _turn(first, second, cos, sin)
-        tl.store(sink_query_ptr + out, low.to(query_ptr.dtype.element_ty), mask=is_live)
-        tl.store(sink_query_ptr + out + HALF, high.to(query_ptr.dtype.element_ty), mask=is_live)
+        low, high = _turned(first, second, rotation, is_live, HALF)
+        _store_halves(query_ptr, out, low, high, is_live, HALF)
+        low, high = _turned(first, second, rotation + DIM, is_live, HALF)
+        _store_halves(sink_query_ptr, out, low, high, is_live, HALF)
     else:
         slot = tl.load(slots_ptr + index)
         is_written = is_live & (slot >= 0)  # padding belongs to no session
-        position, sink = tl.load(positions_ptr + index), tl.load(sinks_ptr + index)
-        cell = tl.where(position < sink, position, sink + (position - sink) % (capacity - sink))
+        cell = cell_of(tl.load(positions_ptr + index), tl.load(sinks_ptr + index), capacity)
         if is_value:
             out = ((slot * KV_HEADS + head - HEADS - KV_HEADS) * capacity + cell) * DIM + half
-            tl.store(values_ptr + out, first.to(values_ptr.dtype.element_ty), mask=is_written)
-            tl.store(values_ptr + out + HALF, second.to(values_ptr.dtype.element_ty), mask=is_written)
+            _store_halves(values_ptr, out, first, second, is_written, HALF)
         else:
             out = ((slot * KV_HEADS + head - HEADS) * capacity + cell) * DIM + half
-            low, high = _turn(first, second, cos, sin)
-            tl.store(keys_ptr + out, low.to(keys_ptr.dtype.element_ty), mask=is_written)
-            tl.store(keys_ptr + out + HALF, high.to(keys_ptr.dtype.element_ty), mask=is_written)
+            low, high = _turned(first, second, rotation, is_live, HALF)
+            _store_halves(keys_ptr, out, low, high, is_written, HALF)
 
 
 def write_heads(

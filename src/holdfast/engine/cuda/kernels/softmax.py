@@ -1,0 +1,117 @@
+"""Softmax over a slab's keys, taken in a tile at a time, in any number of parts that are added up afterwards.
+
+A running softmax is three values a row: the top score so far, the norm beside it, and the values mixed by it. A part
+is one that a split left in memory, at a place fixed by the split's position: the places are a ring for recent keys,
+the last `NUM_SINK` of them for sinks.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fresh(ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """A running softmax that has seen nothing: top, norm and mixed."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+
+
+@triton.jit
+def absorb(query, k, v, is_seen, top, norm, mixed, scale):
+    """Take a tile of keys and values into a running softmax; what is not seen adds exactly nothing."""
+    scores = tl.where(is_seen, tl.dot(query, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fade = tl.exp2(top - safe)
+    weights = tl.exp2(scores - safe[:, None])
+    norm = norm * fade + tl.sum(weights, axis=1)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
+    return new_top, norm, mixed
+
+
+@triton.jit
+def absorb_one(query, k, v, top, norm, mixed, scale):
+    """Take one key and its value, which every row sees, into a running softmax."""
+    score = tl.sum(query.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
+    new_top = tl.maximum(top, score)
+    fade, weight = tl.exp2(top - new_top), tl.exp2(score - new_top)
+    norm = norm * fade + weight
+    mixed = mixed * fade[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+    return new_top, norm, mixed
+
+
+@triton.jit
+def cell_of(position, sink, capacity):
+    """Where a slab keeps a position: sinks lie first, the others in a ring behind them."""
+    return tl.where(position < sink, position, sink + (position - sink) % (capacity - sink))
+
+
+@triton.jit
+def ring_at(start, sink, capacity, KEYS: tl.constexpr):
+    """The ring's size, and the place in it of a tile's first position, which may lie before the ring's first."""
+    ring = (capacity - sink).to(tl.int32)
+    return ring, ((start - sink + ring.to(tl.int64) * KEYS) % ring).to(tl.int32)
+
+
+@triton.jit
+def attend(
+    query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
+    IS_SINK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Take the keys of positions low..high into a running softmax."""
+    start = low // KEYS * KEYS
+    num = (high - start).to(tl.int32)
+    dim = tl.arange(0, DIM_BLOCK)
+    offset = tl.arange(0, KEYS)
+    ring, begin = ring_at(start, sink, capacity, KEYS)
+    for done in range(0, num, KEYS):
+        key = start + done + offset
+        is_live = (key >= low) & (key < high)
+        if IS_SINK:
+            cell = done + offset + start
+        else:
+            cell = sink + (begin + done + offset) % ring
+        at = cell[:, None] * DIM + dim[None, :]
+        mask = is_live[:, None] & (dim < DIM)[None, :]
+        k = tl.load(keys_ptr + at, mask=mask, other=0)
+        v = tl.load(values_ptr + at, mask=mask, other=0)
+        is_seen = is_live[None, :] & (key[None, :] <= positions[:, None])
+        if not IS_SINK:
+            is_seen = is_seen & (key[None, :] > positions[:, None] - recent)
+        top, norm, mixed = absorb(query, k, v, is_seen, top, norm, mixed, scale)
+    return top, norm, mixed
+
+
+@triton.jit
+def store_part(
+    top_ptr, norm_ptr, mixed_ptr, at, is_row, top, norm, mixed, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
+):  # fmt: skip
+    """Leave a running softmax in rows `at`, for whoever adds the parts up."""
+    dim = tl.arange(0, DIM_BLOCK)
+    tl.store(top_ptr + at, top, mask=is_row)
+    tl.store(norm_ptr + at, norm, mask=is_row)
+    tl.store(mixed_ptr + at[:, None] * DIM + dim[None, :], mixed, mask=is_row[:, None] & (dim < DIM)[None, :])
+
+
+@triton.jit
+def split_of(split, begin, end, sink, SPLIT: tl.constexpr, NUM_SINK: tl.constexpr, NUM_PLACES: tl.constexpr):
+    """The positions low..high of a split's keys, and the place of its part; sinks' splits come first."""
+    NUM_RING: tl.constexpr = NUM_PLACES - NUM_SINK
+    is_sink = split < NUM_SINK
+    number = begin // SPLIT + split - NUM_SINK
+    low = tl.where(is_sink, split.to(tl.int64) * SPLIT, tl.maximum(begin, number * SPLIT))
+    border = tl.where(is_sink, tl.minimum(sink, (split.to(tl.int64) + 1) * SPLIT), (number + 1) * SPLIT)
+    place = tl.where(is_sink, NUM_RING + split.to(tl.int64), number % NUM_RING)
+    return low, tl.minimum(border, end), place
+
+
+@triton.jit
+def filled_places(begin, end, sink, SPLIT: tl.constexpr, NUM_SINK: tl.constexpr, NUM_PLACES: tl.constexpr):
+    """Which places hold a part of queries that end before `end` and see recent keys from `begin` on."""
+    NUM_RING: tl.constexpr = NUM_PLACES - NUM_SINK
+    place = tl.arange(0, NUM_PLACES)
+    lowest = begin // SPLIT
+    number = lowest + (place - lowest % NUM_RING + NUM_RING) % NUM_RING
+    is_recent = tl.maximum(begin, number * SPLIT) < end
+    is_sink = (place - NUM_RING) * SPLIT < tl.minimum(sink, end)
+    return tl.where(place < NUM_RING, is_recent, is_sink)
