@@ -148,6 +148,32 @@ async def test_without_a_key_that_is_known_everything_but_health_is_401(tmp_path
             assert (await client.post(CHAT, json=said("hi"))).status_code == 200
 
 
+async def test_sessions_are_listed_by_label_state_and_page() -> None:
+    async with serving(wordy_engine(num_slabs=2), default_chat(), max_parked=9) as server, client_of(server) as client:
+        opened = [await open_session(client, label=label) for label in ("a", "b", "a", "a", "")]
+
+        async def listed(**query: Any) -> tuple[list[str], str]:
+            answer = (await client.get("/sessions", params=query)).json()
+            return [view["session_id"] for view in answer["data"]], answer["next_page_token"]
+
+        assert await listed() == (opened, "")
+        assert await listed(label="a") == ([opened[0], opened[2], opened[3]], "")
+        assert await listed(label="") == (opened[4:], "")
+        assert await listed(state="parked") == (opened[:3], "")
+        first, token = await listed(label="a", page_size=2)
+        assert first == [opened[0], opened[2]]
+        assert await listed(label="a", page_size=2, page_token=token) == ([opened[3]], "")
+        for query in (
+            {"state": "asleep"},
+            {"page_size": 0},
+            {"page_size": "x"},
+            {"page_size": 1001},
+            {"page_token": "x"},
+        ):
+            answer = await client.get("/sessions", params=query)
+            assert (answer.status_code, error_of(answer)["param"]) == (400, *query)
+
+
 async def test_a_session_does_not_exist_for_another_owner(tmp_path: Path) -> None:
     async with guarded(tmp_path) as server, client_of(server, "key-a") as alice, client_of(server, "key-b") as bob:
         session = await open_session(alice)

@@ -12,6 +12,7 @@ from holdfast.cli.calling import Metadata, add_server, with_server
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 
 _PAGE = 1000
+_STATES = {"live": pb.SESSION_STATE_LIVE, "parked": pb.SESSION_STATE_PARKED, "failed": pb.SESSION_STATE_FAILED}
 _PIPED_WIDTH = 200  # ids are there to be copied: never cut
 
 
@@ -27,7 +28,10 @@ def register(commands: Any) -> None:
     ):
         action = actions.add_parser(name, help=about)
         add_server(action)
-        if name != "list":
+        if name == "list":
+            action.add_argument("--label", help="only those with this label")
+            action.add_argument("--state", choices=list(_STATES), help="only those that stand so")
+        else:
             action.add_argument("session_ids", nargs="+", metavar="SESSION")
         action.set_defaults(run=run)
     session_files.register(actions)
@@ -38,14 +42,16 @@ def _list(arguments: argparse.Namespace) -> int:
     table = Table("session", "label", "state", "tokens", "out of view", "idle")
 
     async def call(stub: Any, metadata: Metadata) -> None:
-        token = ""
+        wanted = pb.ListSessionsRequest(
+            page_size=_PAGE, client_label=arguments.label, state=_STATES.get(arguments.state)
+        )
         while True:
-            request = pb.ListSessionsRequest(page_size=_PAGE, page_token=token)
-            page = await stub.ListSessions(request, metadata=metadata)
+            page = await stub.ListSessions(wanted, metadata=metadata)
             for info in page.sessions:
                 table.add_row(*_row(info))
-            if not (token := page.next_page_token):
+            if not page.next_page_token:
                 return
+            wanted.page_token = page.next_page_token
 
     asyncio.run(with_server(arguments.server, call))
     console = Console()

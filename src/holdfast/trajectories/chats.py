@@ -94,8 +94,8 @@ class Chats:
         """How any session stands, also one of raw tokens."""
         return self._runtime.info(session_id, owner)
 
-    def list_views(self, owner: str) -> list[SessionView]:
-        return self._runtime.list_sessions(owner)
+    def list_views(self, owner: str, *, after: int = 0) -> list[SessionView]:
+        return self._runtime.list_sessions(owner, after=after)
 
     async def close(self, session_id: str, owner: str) -> None:
         await self._runtime.close(session_id, owner)

@@ -10,13 +10,14 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import current_owner
 from holdfast.serving.keys import is_admin
+from holdfast.sessions.listing import number_in, page_of
 from holdfast.sessions.portable.file import pieces
 from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
 
-_PAGE, _MAX_PAGE = 100, 1000
+_PAGE = 100
 _MB = 1024 * 1024
 
 
@@ -110,19 +111,14 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         return convert.session_info(self._runtime.info(request.session_id, current_owner.get()))
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
-        size = request.page_size or _PAGE
-        if not 1 <= size <= _MAX_PAGE:
-            raise InvalidArgument(f"page_size must be 1 to {_MAX_PAGE}, got {size}")
-        state = convert.state_filter(request)
-        views = [
-            view
-            for view in self._runtime.list_sessions(current_owner.get(), after=_page_number(request.page_token))
-            if (not request.HasField("client_label") or view.label == request.client_label)
-            and (state is None or view.state is state)
-        ]
+        page = page_of(
+            self._runtime.list_sessions(current_owner.get(), after=number_in(request.page_token)),
+            label=request.client_label if request.HasField("client_label") else None,
+            state=convert.state_filter(request),
+            size=request.page_size or _PAGE,
+        )
         return pb.ListSessionsResponse(
-            sessions=[convert.session_info(view) for view in views[:size]],
-            next_page_token=str(views[size - 1].number) if len(views) > size else "",
+            sessions=[convert.session_info(view) for view in page.views], next_page_token=page.next_token
         )
 
     async def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> AsyncIterator[pb.HistoryChunk]:
@@ -170,9 +166,3 @@ class RuntimeService(rpc.RuntimeServiceServicer):
 
 def _optional(request: Any, field: str) -> int | None:
     return getattr(request, field) if request.HasField(field) else None
-
-
-def _page_number(token: str) -> int:
-    if token and not (token.isascii() and token.isdigit() and len(token) < 20):
-        raise InvalidArgument("page_token: not one that this server has given")
-    return int(token or 0)

@@ -17,9 +17,17 @@ from holdfast.serving.http.requests import (
     SamplesRequest,
     WeightVersion,
 )
+from holdfast.sessions.listing import MAX_PAGE
+from holdfast.sessions.view import SessionState
 
 _SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
 _SNAPSHOT = {"name": "snapshot", "in": "query", "schema": {"type": "boolean", "default": True}}
+_LISTED = [
+    {"name": "label", "in": "query", "schema": {"type": "string"}},
+    {"name": "state", "in": "query", "schema": {"type": "string", "enum": list(SessionState)}},
+    {"name": "page_size", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}},
+    {"name": "page_token", "in": "query", "schema": {"type": "string"}},
+]
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _TYPES = (ChatCompletion, Completion, NewSession, Fork, Purge, Reward, SamplesRequest, WeightVersion)
 
@@ -65,7 +73,7 @@ def build() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _operation("one chat turn, whole prompt", body=ChatCompletion)},
             "/v1/completions": {"post": _operation("one text completion", body=Completion)},
             "/sessions": {
-                "get": _operation("your sessions"),
+                "get": _operation("your sessions, all or by pages") | {"parameters": _LISTED},
                 "post": _operation("open a session", body=NewSession, optional=True),
             },
             "/sessions/import": {"post": _upload("a new session from a session file")},

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,7 +18,9 @@ from holdfast.serving.http.requests import ChatCompletion, Fork, NewSession, Rel
 from holdfast.serving.http.shown import shown, told
 from holdfast.serving.http.streaming import unless_gone
 from holdfast.serving.http.turning import OutgoingTurn, answer_turn, whole_response
+from holdfast.sessions.listing import number_in, page_of
 from holdfast.sessions.ports import ModelInfo
+from holdfast.sessions.view import SessionState
 from holdfast.trajectories.chats import Chats
 from holdfast.trajectories.idempotency import Ticket
 from holdfast.trajectories.replies import Asked, Begun, Recorded, TurnEvent
@@ -44,8 +47,11 @@ class Sessions:
         return JSONResponse({"session_id": view.session_id})
 
     async def list_sessions(self, request: Request) -> Response:
-        views = self._chats.list_views(owner_of(request))
-        return JSONResponse({"object": "list", "data": [shown(view) for view in views]})
+        query = request.query_params
+        views = self._chats.list_views(owner_of(request), after=number_in(query.get("page_token", "")))
+        page = page_of(views, label=query.get("label"), state=_state(query), size=_page_size(query))
+        listed = {"object": "list", "data": [shown(view) for view in page.views]}
+        return JSONResponse(listed | {"next_page_token": page.next_token})
 
     async def show(self, request: Request) -> Response:
         view, trajectory = self._chats.get(request.path_params["session_id"], owner_of(request))
@@ -129,3 +135,19 @@ def _ticket(request: Request, raw: bytes) -> Ticket:
     retries = request.headers.get("x-stainless-retry-count", "")
     is_retry = retries.isascii() and retries.isdigit() and int(retries) > 0
     return Ticket.of(raw, key=request.headers.get("idempotency-key", ""), is_retry=is_retry)
+
+
+def _state(query: QueryParams) -> SessionState | None:
+    if (name := query.get("state")) is None:
+        return None
+    if name not in set(SessionState):
+        raise InvalidArgument(f"state must be {', '.join(SessionState)}; got {name!r}", param="state")
+    return SessionState(name)
+
+
+def _page_size(query: QueryParams) -> int | None:
+    if (size := query.get("page_size")) is None:
+        return None
+    if not (size.isascii() and size.isdigit() and len(size) < 10):
+        raise InvalidArgument(f"page_size must be a number, got {size!r}", param="page_size")
+    return int(size)
