@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
@@ -11,7 +11,12 @@ from holdfast.backends.embedded import EmbeddedBackend
 from holdfast.engine.worker import Worker
 from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, RecomputeTooLong, SessionBusy, SessionNotFound
 from holdfast.generation import Sampled, SamplingParams
+from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.grpc.service import RuntimeService
+from holdfast.serving.http.turning import OutgoingTurn
+from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions.runtime import Runtime
+from holdfast.trajectories.replies import Begun, Ending, Recorded, TurnEvent, Usage
 from tests.serving import SlowEngine, model_of
 
 OWNER = "ann"
@@ -222,3 +227,33 @@ async def test_the_reaper_looks_again_before_every_removal() -> None:
     assert not reaper.done()
     reaper.cancel()
     backend.stop()
+
+
+async def test_who_has_heard_that_a_generation_is_done_may_go_on_at_once(runtime: Runtime) -> None:
+    session = (await runtime.create(LOCAL_OWNER)).session_id
+    for _ in range(3):
+        asked = pb.TurnRequest(session_id=session, token_ids=[1, 2], max_tokens=5)
+        events = RuntimeService(runtime).Turn(asked, None)
+        kinds = []
+        async for event in events:
+            kinds.append(event.WhichOneof("event"))
+            assert runtime.info(session, LOCAL_OWNER).is_busy is (kinds[-1] != "done")
+        assert kinds.count("token") == 5
+        assert kinds[-1] == "done"
+
+
+async def test_a_turns_ending_is_told_once_its_session_is_free() -> None:
+    is_free = False
+
+    async def events() -> AsyncGenerator[TurnEvent, None]:
+        nonlocal is_free
+        usage = Usage(prompt_tokens=1, completion_tokens=1, prefilled_tokens=1)
+        yield Ending(message={"role": "assistant", "content": "a"}, finish_reason="stop", tokens=(), usage=usage)
+        yield Recorded(body=b"{}", number=7)
+        is_free = True
+
+    turn = OutgoingTurn(events(), Begun(turn_id="", writer=None, branched_below=None), lambda: 0, lambda number: None)
+    told = [(item, is_free) async for _, item in turn.replies()]
+    assert [(type(item), free) for item, free in told] == [(Ending, True)]
+    assert turn.recorded is not None
+    assert turn.recorded.number == 7

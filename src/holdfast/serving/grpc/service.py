@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from holdfast.errors import InvalidArgument, PayloadTooLarge
+from holdfast.generation import Done, Event
 from holdfast.serving.grpc import convert
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
@@ -85,10 +86,16 @@ class RuntimeService(rpc.RuntimeServiceServicer):
             tokens=tokens,
             expected_length=_optional(request, "expected_history_length"),
         )
+        done: list[Event] = []
         async with contextlib.aclosing(batches):
             async for batch in batches:
                 for value in batch:
-                    yield convert.event(value)
+                    if isinstance(value, Done):
+                        done.append(value)
+                    else:
+                        yield convert.event(value)
+        for value in done:  # whoever has heard it may go on at once: the session is idle
+            yield convert.event(value)
 
     async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
         view, recomputed = await self._runtime.fork(

@@ -12,7 +12,7 @@ from holdfast.serving.http.answering import Events, Outgoing, answer
 from holdfast.serving.http.replies import ChatWriter
 from holdfast.serving.http.requests import ChatCompletion, RelayedChat
 from holdfast.serving.http.streaming import DONE, event, unless_gone
-from holdfast.trajectories.replies import Begun, Recorded, TurnEvent
+from holdfast.trajectories.replies import Begun, Ending, Recorded, TurnEvent
 
 
 @dataclass(slots=True)
@@ -26,15 +26,20 @@ class OutgoingTurn:
     recorded: Recorded | None = None
 
     async def replies(self) -> Events:
-        """Pieces and the ending, as of one choice."""
+        """Pieces and the ending, as of one choice. Whoever has heard the ending may go on: the session is idle."""
+        endings: list[Ending] = []
         try:
             async for item in self.events:
                 if isinstance(item, Recorded):
                     self.recorded = item
+                elif isinstance(item, Ending):
+                    endings.append(item)
                 elif not isinstance(item, Begun):
                     yield 0, item
         finally:
             await self.events.aclose()
+        for ending in endings:
+            yield 0, ending
 
     async def whole(self) -> Recorded:
         async for _ in self.replies():

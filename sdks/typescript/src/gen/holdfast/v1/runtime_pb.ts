@@ -545,6 +545,8 @@ export type GenerateEvent = Message<"holdfast.v1.GenerateEvent"> & {
     case: "truncated";
   } | {
     /**
+     * The last one. The session is free again.
+     *
      * @generated from field: holdfast.v1.Done done = 3;
      */
     value: Done;
