@@ -1,6 +1,5 @@
 """All chat sessions of a server: create, take turns, fork, reward, close. What every chat door calls."""
 
-import asyncio
 import contextlib
 import hashlib
 import math
@@ -18,7 +17,6 @@ from holdfast.sessions.view import SessionView
 from holdfast.trajectories.carrying import chat_content, checked_trajectory
 from holdfast.trajectories.control import Control
 from holdfast.trajectories.keeping import restored
-from holdfast.trajectories.records import response_of
 from holdfast.trajectories.replies import Asked, TurnEvent
 from holdfast.trajectories.samples.assemble import assemble
 from holdfast.trajectories.samples.options import Options, SessionFacts
@@ -168,8 +166,8 @@ class Chats:
     def samples(self, session_id: str, owner: str, options: Options) -> Callable[[], Export]:
         """What a trainer reads of a session: its turns so far, or the spans of one of raw tokens.
 
-        Looks at the session now; the work itself is to be called in a thread, as turns on record do not change, and
-        what it needs of the journal comes by this loop.
+        Looks at the session now; the work itself is to be called in a thread, as turns on record do not change. It
+        reads the journal there: heavy payloads are nowhere else.
         """
         view = self._runtime.info(session_id, owner)
         trajectory = self._trajectories.get(session_id)
@@ -189,10 +187,11 @@ class Chats:
         if trajectory is None:
             pieces = self._runtime.history(session_id, owner)
             return partial(from_spans, pieces, options, facts, detokenize=detokenize)
-        loop, journal = asyncio.get_running_loop(), self._runtime.journal
+        journal = self._runtime.journal
 
         def response(node: Node) -> bytes:
-            return asyncio.run_coroutine_threadsafe(response_of(node, session_id, journal), loop).result()
+            kept = node.record.response if node.record else None
+            return kept if kept is not None else journal.response(session_id, node.number)
 
         return partial(assemble, trajectory.tree, options, facts, detokenize=detokenize, response_of=response)
 

@@ -96,6 +96,9 @@ class Journal(Protocol):
     async def read_response(self, session_id: str, turn: int) -> bytes:
         """As `read_request`."""
 
+    def response(self, session_id: str, turn: int) -> bytes:
+        """As `read_response`, in any thread; blocks."""
+
     async def purge(self, before: float) -> int:
         """Forget the sessions that were closed before that time; how many."""
 
@@ -129,6 +132,9 @@ class NoJournal:
         raise SessionNotFound(session_id)
 
     async def read_response(self, session_id: str, turn: int) -> bytes:
+        raise SessionNotFound(session_id)
+
+    def response(self, session_id: str, turn: int) -> bytes:
         raise SessionNotFound(session_id)
 
     async def purge(self, before: float) -> int:

@@ -103,10 +103,13 @@ class SqliteJournal:
         return await asyncio.to_thread(self._read, lambda db: reading.session_of(db, session_id))
 
     async def read_request(self, session_id: str, turn: int) -> bytes:
-        return await self._read_body(session_id, turn, "request")
+        return await asyncio.to_thread(self._body, session_id, turn, "request")
 
     async def read_response(self, session_id: str, turn: int) -> bytes:
-        return await self._read_body(session_id, turn, "response")
+        return await asyncio.to_thread(self._body, session_id, turn, "response")
+
+    def response(self, session_id: str, turn: int) -> bytes:
+        return self._body(session_id, turn, "response")
 
     async def purge(self, before: float) -> int:
         gone = await asyncio.to_thread(self._read, lambda db: reading.closed_sessions(db, before=before))
@@ -120,12 +123,9 @@ class SqliteJournal:
 
     # In any thread
 
-    async def _read_body(self, session_id: str, turn: int, which: str) -> bytes:
-        def read() -> bytes:
-            row = self._read(lambda db: reading.body_row(db, session_id, turn, which))
-            return reading.body_of(row, self._segments, f"the {which} of turn {turn} of session {session_id}")
-
-        return await asyncio.to_thread(read)
+    def _body(self, session_id: str, turn: int, which: str) -> bytes:
+        row = self._read(lambda db: reading.body_row(db, session_id, turn, which))
+        return reading.body_of(row, self._segments, f"the {which} of turn {turn} of session {session_id}")
 
     def _read(self, look: Callable[[sqlite3.Connection], T]) -> T:
         """What `look` sees, at one moment."""
