@@ -35,6 +35,23 @@ def close(server: Server, *sessions: str) -> None:
         assert httpx.delete(f"http://{server.http}/sessions/{session}", verify=False).status_code == 204
 
 
+def test_sessions_are_listed_by_label_and_state(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = sessions_of(server, 1, 2)
+    other = httpx.post(f"http://{server.http}/sessions", json={"label": "other"}, verify=False).json()["session_id"]
+
+    def listed(*words: str) -> set[str]:
+        assert main(["sessions", "list", "--server", server.address, *words]) == 0
+        shown = capsys.readouterr().out
+        return {session for session in (*mine, other) if session in shown}
+
+    assert listed() == {*mine, other}
+    assert listed("--label", "mine") == set(mine)
+    assert listed("--label", "other", "--state", "live") == {other}
+    assert listed("--state", "failed") == set()
+    with pytest.raises(SystemExit):
+        main(["sessions", "list", "--server", server.address, "--state", "asleep"])
+
+
 def test_a_session_goes_to_a_file_and_comes_back(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

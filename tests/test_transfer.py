@@ -13,12 +13,16 @@ from typing import Any
 import grpc
 import pytest
 
+from holdfast.backends.embedded import EmbeddedBackend
 from holdfast.chat.template import ChatTemplate
 from holdfast.engine.slab import SlabShape
+from holdfast.engine.worker import Worker
+from holdfast.errors import SessionFileRefused
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.journal.recording import Recorder
 from holdfast.sessions.portable import transfers
 from holdfast.sessions.portable.file import decode, encode
+from holdfast.sessions.runtime import Runtime
 from holdfast.testing.engine import FakeEngine
 from tests import serving as servers
 from tests.serving import SHAPE, Server, SlowEngine, default_chat, model_of, serving, wordy_engine
@@ -339,31 +343,33 @@ async def test_files_beyond_the_limit_are_refused_at_both_doors() -> None:
 
 
 async def test_few_files_come_in_at_once_and_those_that_stall_give_up_their_place(
-    chat_file: bytes, abroad: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    worker = Worker(SlowEngine())
+    incoming = transfers.Transfers(Runtime(EmbeddedBackend(worker, model_of(worker.engine))))
+    begun: list[int] = []
     may_end = asyncio.Event()
 
-    async def slowly() -> AsyncIterator[bytes]:
-        yield chat_file[:100]
+    async def chunks(number: int) -> AsyncIterator[bytes]:
+        begun.append(number)
+        yield b"no session file"
         await may_end.wait()
-        yield chat_file[100:]
 
-    async def upload(content: Any) -> Any:
-        return await abroad.post("/sessions/import", content=content)
-
-    first = [asyncio.ensure_future(upload(slowly())) for _ in range(2)]
-    await asyncio.sleep(0.2)
-    third = asyncio.ensure_future(upload(chat_file))
-    await asyncio.wait([third], timeout=0.3)
-    assert not third.done()
+    waiting = [asyncio.ensure_future(incoming.import_file("me", chunks(number))) for number in range(3)]
+    while len(begun) < 2:
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert begun == [0, 1]
     may_end.set()
-    assert [answer.status_code for answer in await asyncio.gather(*first, third)] == [200, 200, 200]
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert begun == [0, 1, 2]
+    assert [end.reason for end in ends if isinstance(end, SessionFileRefused)] == ["not_a_file"] * 3
     may_end.clear()
-    monkeypatch.setattr(transfers, "_STALL_S", 0.2)
-    asyncio.get_running_loop().call_later(1.0, may_end.set)  # httpx looks at an answer when it has sent all it has
-    stalled = await upload(slowly())
-    assert (refusal_of(stalled), error_of(stalled)["reason"]) == ((400, "invalid_argument"), "truncated")
-    assert (await upload(chat_file)).status_code == 200
+    monkeypatch.setattr(transfers, "_STALL_S", 0.01)
+    for number in range(3, 6):
+        with pytest.raises(SessionFileRefused, match="send it again"):
+            await incoming.import_file("me", chunks(number))
 
 
 async def test_an_import_whose_journal_fails_leaves_nothing(tmp_path: Path) -> None:
