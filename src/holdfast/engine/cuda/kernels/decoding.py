@@ -151,38 +151,12 @@ def _add_up(
 
 @triton.jit
 def decode_attention(
-    qkv_ptr,
-    bias_ptr,
-    query_norm_ptr,
-    key_norm_ptr,
-    rotations_ptr,
-    positions_ptr,
-    slots_ptr,
-    sinks_ptr,
-    keys_ptr,
-    values_ptr,
-    mixed_ptr,
-    top_ptr,
-    norm_ptr,
-    done_ptr,
-    out_ptr,
-    capacity,
-    recent,
-    scale,
-    epsilon,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NUM_SINK: tl.constexpr,
-    NUM_PLACES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
+    qkv_ptr, bias_ptr, query_norm_ptr, key_norm_ptr, rotations_ptr, positions_ptr, slots_ptr, sinks_ptr, keys_ptr,
+    values_ptr, mixed_ptr, top_ptr, norm_ptr, done_ptr, out_ptr, capacity, recent, scale, epsilon,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, NUM_SINK: tl.constexpr, NUM_PLACES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     KV_HEADS: tl.constexpr = HEADS // GROUP
     position, slot, sink = tl.load(positions_ptr + row), tl.load(slots_ptr + row), tl.load(sinks_ptr + row)
