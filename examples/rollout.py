@@ -16,9 +16,9 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from holdfast.chats.samples.formats import decode
+from holdfast.chats.samples.sample import Sample
 from holdfast.models import open_model
-from holdfast.trajectories.samples.codec import decode
-from holdfast.trajectories.samples.sample import Sample
 
 TOOL: Any = {
     "type": "function",

@@ -1,5 +1,5 @@
-"""A few lines that run an engine by hand: those of `holdfast.testing.driving`."""
+"""A few lines that run an engine by hand: those of `holdfast.testing.engine_driver`."""
 
-from holdfast.testing.driving import Array, difference, forward, run_chunks
+from holdfast.testing.engine_driver import Array, difference, forward, run_chunks
 
 __all__ = ["Array", "difference", "forward", "run_chunks"]

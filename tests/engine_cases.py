@@ -15,7 +15,7 @@ from holdfast.engine.native import NativeEngine, is_available
 from holdfast.engine.native.weights import Packing
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.window import Window
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 from tests import tiny
 from tests.oracle import dense_logits
 

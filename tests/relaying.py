@@ -9,13 +9,13 @@ import grpc
 import httpx
 
 from holdfast.backends.passthrough import parse_routes
-from holdfast.backends.remote import RemoteBackend, remote_model
 from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.config import ServeConfig, UpstreamConfig
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.http import Upstream
-from holdfast.serving.run import Chat, running
+from holdfast.serving.lifecycle import Chat, running
 
 _UPSTREAM = {field.name for field in dataclasses.fields(UpstreamConfig)}
 
@@ -24,19 +24,19 @@ _UPSTREAM = {field.name for field in dataclasses.fields(UpstreamConfig)}
 class Relay:
     http: httpx.AsyncClient
     address: str
-    backend: RemoteBackend
+    backend: UpstreamBackend
     stub: Any
     metrics: Metrics
 
 
 @contextlib.asynccontextmanager
 async def relaying(
-    url: str, chat: Chat, vocab_size: int, *, kind: type[RemoteBackend] = SGLangBackend, **options: Any
+    url: str, chat: Chat, vocab_size: int, *, kind: type[UpstreamBackend] = SGLangBackend, **options: Any
 ) -> AsyncIterator[Relay]:
     """`options` are those of ServeConfig and of UpstreamConfig."""
     metrics = Metrics()
     config = UpstreamConfig(upstream=url, **{key: options.pop(key) for key in list(options) if key in _UPSTREAM})
-    model = remote_model(name="relayed", vocab_size=vocab_size, eos_token_ids=chat.model.tokenizer.eos_token_ids)
+    model = upstream_model_info(name="relayed", vocab_size=vocab_size, eos_token_ids=chat.model.tokenizer.eos_token_ids)
     backend = kind(config, model, observe=metrics.observe_upstream)
     door = Upstream(backend, backend.transport, parse_routes(config.passthrough))
     doors = ServeConfig(**{"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "drain_s": 2.0} | options)

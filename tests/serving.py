@@ -26,9 +26,9 @@ from holdfast.generation import Sampled
 from holdfast.models import open_model
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
-from holdfast.serving.run import Chat, running
+from holdfast.serving.lifecycle import Chat, running
 from holdfast.sessions.ports import ModelInfo
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8, rewind_tokens=8)
 VOCABULARY = 64

@@ -16,7 +16,7 @@ import pytest
 from holdfast.config import ChatConfig
 from holdfast.engine.slab import SlabShape
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.serving.run import Chat
+from holdfast.serving.lifecycle import Chat
 from tests.qwen3 import VOCABULARY, qwen3
 from tests.serving import ScriptedEngine, Server, serving
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.continuation import Continuation, Root
+from holdfast.chat.continuation import Continuation, TemplateInputs
 from holdfast.chat.messages import read_messages
 from holdfast.chat.rendering import Renderer
 from holdfast.chat.template import ChatTemplate
@@ -176,7 +176,7 @@ def test_a_template_without_an_end_of_turn_cannot_be_continued() -> None:
 
 def test_tools_and_lasting_variables_are_the_root_of_a_conversation() -> None:
     chat = qwen3()
-    assert chat.continuation.root((), {"enable_thinking": False}) == Root()
+    assert chat.continuation.root((), {"enable_thinking": False}) == TemplateInputs()
     assert chat.continuation.root((TOOL,)) != chat.continuation.root()
     shuffled = {key: TOOL[key] for key in reversed(TOOL)}
     assert chat.continuation.root((shuffled,)) == chat.continuation.root((TOOL,))

@@ -29,7 +29,7 @@ from holdfast.errors import ConstraintFailed, HoldfastError, InvalidArgument, No
 from holdfast.generation import Constraint, Done, Event, Mask, Sampled, SamplingParams, StopReason
 from holdfast.models import GGUFSource
 from holdfast.sessions.runtime import Runtime
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 from tests.effort import examples
 from tests.serving import model_of
 

@@ -27,9 +27,9 @@ from holdfast.sessions.journal.base import ClosedSession, Journal, NoJournal, St
 from holdfast.sessions.journal.entries import (
     Entry,
     ForkedFrom,
+    HistoryRewound,
     Pinned,
     Rewarded,
-    Rewound,
     SessionClosed,
     SessionOpened,
     SessionPurged,
@@ -103,7 +103,7 @@ bodies = st.one_of(
 steps = st.one_of(
     st.builds(TokensGiven, st.just("a"), tokens),
     st.builds(TokensSampled, st.just("a"), tokens, floats, floats, st.none() | names, st.booleans()),
-    st.builds(Rewound, st.just("a"), st.integers(0, 2**40)),
+    st.builds(HistoryRewound, st.just("a"), st.integers(0, 2**40)),
     st.builds(
         TurnRecorded,
         session_id=st.just("a"),
@@ -236,7 +236,7 @@ async def act(draw: random.Random, journal: SqliteJournal, model: Model) -> None
         spans: list[Any] = [
             TokensGiven(source, array("i", [draw.randrange(9)])),
             TokensSampled(source, array("i", [1]), array("d", [-draw.random()]), array("d", [-1.0]), "eos"),
-            Rewound(source, draw.randrange(9)),
+            HistoryRewound(source, draw.randrange(9)),
         ]
         model.steps[source] += spans
         await journal.write(*spans)

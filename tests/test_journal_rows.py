@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.sessions.journal.entries import Rewarded, TurnDelivered
-from holdfast.sessions.journal.pending import Pending
+from holdfast.sessions.journal.insert_batch import Pending
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests.journaling import name, opening, same_turn, spoken
 

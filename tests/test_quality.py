@@ -17,7 +17,7 @@ from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
 from holdfast.models import GGUFSource, ModelSource
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 from tests.serving import default_chat
 
 SHAPE = SlabShape(recent=16, max_pin=8, prefill_chunk=8, rewind_tokens=0)

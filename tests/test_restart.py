@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.testing.upstream import Fault
+from holdfast.testing.fake_upstream import Fault
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, said
 from tests.test_relay import chatting

@@ -12,14 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chats.samples.formats import decode, encode
+from holdfast.chats.samples.sample import Export
+from holdfast.chats.samples.verification import problems
 from holdfast.config import ChatConfig
 from holdfast.engine.interface import Row
 from holdfast.engine.slab import SlabShape
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.serving.run import Chat
-from holdfast.trajectories.samples.check import problems
-from holdfast.trajectories.samples.codec import decode, encode
-from holdfast.trajectories.samples.sample import Export
+from holdfast.serving.lifecycle import Chat
 from tests.qwen3 import qwen3
 from tests.relaying import relaying
 from tests.serving import ScriptedEngine, Server, default_chat, serving

@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from holdfast.backends.embedded import EmbeddedBackend
+from holdfast.chats.events import ReplyEnd, TokenUsage, TurnEvent, TurnResponse, TurnStarted
 from holdfast.engine.worker import Worker
 from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, RecomputeTooLong, SessionBusy, SessionNotFound
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.service import RuntimeService
-from holdfast.serving.http.turning import OutgoingTurn
+from holdfast.serving.http.turn_response import TurnResponder
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions.runtime import Runtime
-from holdfast.trajectories.replies import Begun, Ending, Recorded, TurnEvent, Usage
 from tests.serving import SlowEngine, model_of
 
 OWNER = "ann"
@@ -247,13 +247,15 @@ async def test_a_turns_ending_is_told_once_its_session_is_free() -> None:
 
     async def events() -> AsyncGenerator[TurnEvent, None]:
         nonlocal is_free
-        usage = Usage(prompt_tokens=1, completion_tokens=1, prefilled_tokens=1)
-        yield Ending(message={"role": "assistant", "content": "a"}, finish_reason="stop", tokens=(), usage=usage)
-        yield Recorded(body=b"{}", number=7)
+        usage = TokenUsage(prompt_tokens=1, completion_tokens=1, prefilled_tokens=1)
+        yield ReplyEnd(message={"role": "assistant", "content": "a"}, finish_reason="stop", tokens=(), usage=usage)
+        yield TurnResponse(body=b"{}", number=7)
         is_free = True
 
-    turn = OutgoingTurn(events(), Begun(turn_id="", writer=None, branched_below=None), lambda: 0, lambda number: None)
+    turn = TurnResponder(
+        events(), TurnStarted(turn_id="", writer=None, branched_below=None), lambda: 0, lambda number: None
+    )
     told = [(item, is_free) async for _, item in turn.replies()]
-    assert [(type(item), free) for item, free in told] == [(Ending, True)]
+    assert [(type(item), free) for item, free in told] == [(ReplyEnd, True)]
     assert turn.recorded is not None
     assert turn.recorded.number == 7

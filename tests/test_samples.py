@@ -21,20 +21,20 @@ import safetensors.numpy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from holdfast.chat.continuation import Root
+from holdfast.chat.continuation import TemplateInputs
+from holdfast.chats.samples import assembly as assembling
+from holdfast.chats.samples.assembly import assemble
+from holdfast.chats.samples.certificate import certify
+from holdfast.chats.samples.formats import Format, decode, encode, read_format
+from holdfast.chats.samples.options import Options, SessionFacts
+from holdfast.chats.samples.raw_tokens import from_spans
+from holdfast.chats.samples.sample import EmptyReason, Export, Masked, Sample, Status
+from holdfast.chats.samples.verification import problems
+from holdfast.chats.tree import Node, Tree, TurnFacts
 from holdfast.cli import main
 from holdfast.errors import InvalidArgument, SamplesUnusable, Unimplemented
 from holdfast.generation import Sampled, StopReason
-from holdfast.sessions.spans import History
-from holdfast.trajectories.samples import assemble as assembling
-from holdfast.trajectories.samples.assemble import assemble
-from holdfast.trajectories.samples.certificate import certify
-from holdfast.trajectories.samples.check import problems
-from holdfast.trajectories.samples.codec import Format, decode, encode, read_format
-from holdfast.trajectories.samples.options import Options, SessionFacts
-from holdfast.trajectories.samples.raw_tokens import from_spans
-from holdfast.trajectories.samples.sample import EmptyReason, Export, Masked, Sample, Status
-from holdfast.trajectories.tree import Facts, Node, Tree
+from holdfast.sessions.history import History
 from tests.effort import examples
 
 GOLDEN = Path(__file__).parent / "golden" / "samples.safetensors"
@@ -54,11 +54,11 @@ def attach(tree: Tree, parent: Node, given: list[int], sampled: list[int], **mor
         parent,
         messages=[{"role": "user", "content": ""}],
         reply={"role": "assistant", "content": ""},
-        root=Root(),
+        root=TemplateInputs(),
         given=given,
         sampled=tokens,
         finish_reason=more.pop("finish_reason", "stop"),
-        facts=Facts(**{"logprob_kind": "raw", "weight_versions": ("3", "4"), **more}),
+        facts=TurnFacts(**{"logprob_kind": "raw", "weight_versions": ("3", "4"), **more}),
     )
 
 

@@ -15,9 +15,9 @@ from holdfast.errors import SessionFileRefused
 from holdfast.generation import StopReason
 from holdfast.sessions.journal.entries import SessionOpened, TokensGiven, TokensSampled
 from holdfast.sessions.portable import file
+from holdfast.sessions.portable.compatibility import check_fit
 from holdfast.sessions.portable.content import ModelIdentity, PortableSession, PortableTurn, Span
 from holdfast.sessions.portable.file import VERSION, _Turn, decode, encode, pieces
-from holdfast.sessions.portable.fitting import check_fit
 from holdfast.sessions.ports import ModelInfo
 
 IDENTITY = ModelIdentity(

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.generation import Sampled, StopReason
-from holdfast.sessions.spans import History, SpanKind
+from holdfast.sessions.history import History, SpanKind
 
 operations = st.lists(
     st.one_of(

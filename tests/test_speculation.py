@@ -20,7 +20,7 @@ from holdfast.engine.speculative.pace import Pace
 from holdfast.engine.worker import Worker
 from holdfast.errors import ConfigError
 from holdfast.generation import Done, Sampled, SamplingParams
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 from tests import tiny
 from tests.engine_cases import native_engine, needs_native
 

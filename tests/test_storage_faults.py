@@ -16,7 +16,7 @@ import pytest
 from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said

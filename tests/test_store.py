@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from holdfast.errors import CapacityExhausted, SessionBusy, SessionNotFound
-from holdfast.sessions import store as stores
-from holdfast.sessions.gate import Gate
+from holdfast.sessions import registry as stores
+from holdfast.sessions.gate import SessionGate
+from holdfast.sessions.registry import SessionRegistry, new_session_id
 from holdfast.sessions.session import Session
-from holdfast.sessions.store import Store, new_session_id
 from tests.effort import examples
 
 OWNERS = ("ann", "bob")
@@ -24,7 +24,7 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self, capacity: int) -> None:
         self.now = 0.0
         self.capacity = capacity
-        self.store = Store(capacity)
+        self.store = SessionRegistry(capacity)
         self.living: dict[str, Session] = {}
         self.busy: set[str] = set()
         self.gone: dict[str, tuple[str, str]] = {}
@@ -118,7 +118,7 @@ TestStoreMachine.settings = settings(max_examples=examples(100), stateful_step_c
 
 
 def test_closing_beats_busy() -> None:
-    gate = Gate("x")
+    gate = SessionGate("x")
     gate.enter()
     gate.close()
     with pytest.raises(SessionNotFound):
@@ -134,7 +134,7 @@ def test_ids_are_unguessable_and_the_gone_are_forgotten_in_the_end(monkeypatch: 
     assert len({new_session_id() for _ in range(1000)}) == 1000
     assert len(new_session_id()) == 32
     monkeypatch.setattr(stores, "_REMEMBERED", 1)
-    store = Store(4)
+    store = SessionRegistry(4)
     sessions = []
     for number in range(2):
         store.claim_place()

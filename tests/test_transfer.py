@@ -19,11 +19,11 @@ from holdfast.engine.slab import SlabShape
 from holdfast.engine.worker import Worker
 from holdfast.errors import SessionFileRefused
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.sessions.journal.recording import Recorder
+from holdfast.sessions.journal.recorder import Recorder
 from holdfast.sessions.portable import transfers
 from holdfast.sessions.portable.file import decode, encode
 from holdfast.sessions.runtime import Runtime
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
 from tests.serving import SHAPE, Server, SlowEngine, default_chat, model_of, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said

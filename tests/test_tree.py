@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from holdfast.chat.continuation import Root
+from holdfast.chat.continuation import TemplateInputs
 from holdfast.chat.matching import normal
+from holdfast.chats.tree import Node, Tree, first_difference
 from holdfast.generation import Sampled
-from holdfast.trajectories.tree import Node, Tree, first_difference
 
-ROOT = Root()
+ROOT = TemplateInputs()
 
 
 def user(text: str) -> dict[str, Any]:
@@ -22,7 +22,9 @@ def said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def attach(tree: Tree, parent: Node, question: str, reply: str, *, tokens: int = 2, root: Root = ROOT) -> Node:
+def attach(
+    tree: Tree, parent: Node, question: str, reply: str, *, tokens: int = 2, root: TemplateInputs = ROOT
+) -> Node:
     sampled = [Sampled(token=t, logprob=-0.5, sampling_logprob=-0.25) for t in range(tokens)]
     return tree.attach(
         parent,
@@ -113,7 +115,7 @@ def test_a_message_that_stands_so_elsewhere_on_record_is_no_edit() -> None:
 def test_other_tools_are_another_root() -> None:
     tree = Tree()
     attach(tree, tree.root, "a", "A")
-    assert tree.match(Root(tools="[1]"), [user("a"), said("A"), user("b")], normal).node is tree.root
+    assert tree.match(TemplateInputs(tools="[1]"), [user("a"), said("A"), user("b")], normal).node is tree.root
 
 
 def test_the_first_difference_is_told_for_the_current_path() -> None:

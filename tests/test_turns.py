@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.testing.upstream import Fault
+from holdfast.testing.fake_upstream import Fault
 from tests.effort import examples
 from tests.relaying import Relay
 from tests.serving import default_chat, serving, wordy_engine

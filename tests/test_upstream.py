@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from holdfast.backends import passthrough
-from holdfast.backends.lane import Lane
-from holdfast.backends.probe import probe
-from holdfast.backends.remote import RemoteBackend, remote_model
+from holdfast.backends.decode_queue import DecodeQueue
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import Transport
+from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
+from holdfast.backends.upstream_probe import probe
 from holdfast.config import UpstreamConfig
 from holdfast.errors import (
     CapacityExhausted,
@@ -29,17 +29,17 @@ from holdfast.errors import (
 from holdfast.generation import Event, Sampled
 from holdfast.sessions.ports import LogprobKind, UpstreamReply
 from holdfast.sessions.runtime import Runtime
-from holdfast.testing.model import FakeModel
-from holdfast.testing.sglang import FakeSGLang
-from holdfast.testing.upstream import FakeUpstream, Fault
-from holdfast.testing.vllm import FakeVLLM
+from holdfast.testing.fake_model import FakeModel
+from holdfast.testing.fake_sglang import FakeSGLang
+from holdfast.testing.fake_upstream import FakeUpstream, Fault
+from holdfast.testing.fake_vllm import FakeVLLM
 from tests.upstream_cases import MESSAGES, greedy, sglang, vllm
 
 PROMPT = [5, 9, 33, 7]
-Pair = tuple[RemoteBackend, FakeUpstream]
+Pair = tuple[UpstreamBackend, FakeUpstream]
 
 
-async def chat(backend: RemoteBackend, **fields: Any) -> Any:
+async def chat(backend: UpstreamBackend, **fields: Any) -> Any:
     body = {"messages": MESSAGES, "max_tokens": 4, **fields}
     return await backend.complete(body, PROMPT, session_id="session-1")
 
@@ -200,7 +200,7 @@ async def test_a_server_that_is_not_there_is_unreachable() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    backend = SGLangBackend(UpstreamConfig(upstream=url), remote_model(name="m", vocab_size=64))
+    backend = SGLangBackend(UpstreamConfig(upstream=url), upstream_model_info(name="m", vocab_size=64))
     with pytest.raises(UpstreamUnreachable):
         await chat(backend)
     with pytest.raises(UpstreamUnreachable):
@@ -216,7 +216,7 @@ async def test_something_that_speaks_no_http_is_invalid() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        backend = SGLangBackend(UpstreamConfig(upstream=url), remote_model(name="m", vocab_size=64))
+        backend = SGLangBackend(UpstreamConfig(upstream=url), upstream_model_info(name="m", vocab_size=64))
         with pytest.raises(UpstreamInvalid, match="HTTP"):
             await chat(backend)
         await backend.aclose()
@@ -250,7 +250,7 @@ async def test_no_more_connections_than_allowed() -> None:
 async def test_every_outcome_is_counted() -> None:
     seen: list[str] = []
     async with FakeSGLang() as fake:
-        model = remote_model(name="m", vocab_size=64)
+        model = upstream_model_info(name="m", vocab_size=64)
         backend = SGLangBackend(UpstreamConfig(upstream=fake.url), model, observe=lambda code, _: seen.append(code))
         fake.faults.extend([Fault(), Fault(status=500, body=b""), Fault(body=b"x")])
         await chat(backend)
@@ -329,7 +329,9 @@ async def test_what_json_cannot_say_is_never_sent(pair: Pair) -> None:
 
 
 async def test_a_full_backend_opens_no_more() -> None:
-    backend = SGLangBackend(UpstreamConfig(upstream="http://x"), remote_model(name="m", vocab_size=64), capacity=1)
+    backend = SGLangBackend(
+        UpstreamConfig(upstream="http://x"), upstream_model_info(name="m", vocab_size=64), capacity=1
+    )
     handle = await backend.open(sink=0)
     await backend.pin(handle, 3)
     with pytest.raises(CapacityExhausted):
@@ -352,7 +354,7 @@ async def test_a_full_backend_opens_no_more() -> None:
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        SGLangBackend(UpstreamConfig(**options), remote_model(name="m", vocab_size=64))
+        SGLangBackend(UpstreamConfig(**options), upstream_model_info(name="m", vocab_size=64))
 
 
 # Streams
@@ -551,7 +553,7 @@ async def test_forwarding_filters_headers_both_ways() -> None:
 
 
 async def test_large_bodies_are_decoded_one_a_pass_of_the_loop() -> None:
-    lane = Lane(inline_bytes=10)
+    lane = DecodeQueue(inline_bytes=10)
     order: list[str] = []
 
     async def ticking() -> None:
@@ -568,7 +570,7 @@ async def test_large_bodies_are_decoded_one_a_pass_of_the_loop() -> None:
 
 
 async def test_the_pool_is_bounded_and_its_queue_can_be_cancelled() -> None:
-    lane = Lane(cpu_workers=2)
+    lane = DecodeQueue(cpu_workers=2)
     loop, gate = asyncio.get_running_loop(), asyncio.Event()
     started: list[int] = []
 
@@ -588,7 +590,7 @@ async def test_the_pool_is_bounded_and_its_queue_can_be_cancelled() -> None:
 
 async def test_a_backend_starts_and_stops_as_a_server_does_it() -> None:
     async with FakeSGLang() as fake:
-        backend = SGLangBackend(UpstreamConfig(upstream=fake.url), remote_model(name="m", vocab_size=64))
+        backend = SGLangBackend(UpstreamConfig(upstream=fake.url), upstream_model_info(name="m", vocab_size=64))
         backend.start()
         await chat(backend)
         assert backend.failure is None

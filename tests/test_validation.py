@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.backends.cutting import without
-from holdfast.backends.pieces import SGLangReader, VLLMReader
+from holdfast.backends.json_members import without
+from holdfast.backends.stream_reader import SGLangReader, VLLMReader
 from holdfast.backends.validation import MAX_DEPTH, Checked, check_sglang, check_vllm
 from holdfast.errors import UpstreamAborted, UpstreamError, UpstreamInvalid
 from tests.effort import examples

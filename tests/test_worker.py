@@ -26,7 +26,7 @@ from holdfast.errors import (
     SnapshotMismatch,
 )
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
-from holdfast.testing.engine import FakeEngine
+from holdfast.testing.fake_engine import FakeEngine
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8, rewind_tokens=8)
 POISON, NAN = 60, 61

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.backends.remote import RemoteBackend, remote_model
 from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.config import UpstreamConfig
 from holdfast.generation import Done, Event, Sampled, SamplingParams
-from holdfast.testing.model import FakeModel
-from holdfast.testing.sglang import FakeSGLang
-from holdfast.testing.upstream import FakeUpstream
-from holdfast.testing.vllm import FakeVLLM
+from holdfast.testing.fake_model import FakeModel
+from holdfast.testing.fake_sglang import FakeSGLang
+from holdfast.testing.fake_upstream import FakeUpstream
+from holdfast.testing.fake_vllm import FakeVLLM
 
 REAL_VLLM = os.environ.get("HOLDFAST_TEST_VLLM", "")
 NAMES: tuple[str, ...] = ("sglang", "sglang_incremental", "vllm", "vllm_completions")
@@ -28,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 class Case:
     """A backend in front of an upstream, a prompt that it can continue, and one that is too long for it."""
 
-    backend: RemoteBackend
+    backend: UpstreamBackend
     prompt: list[int]
     too_long: list[int]
     fake: FakeUpstream | None
@@ -65,7 +65,7 @@ def greedy(max_tokens: int = 8, **fields: Any) -> SamplingParams:
 async def sglang(fake: FakeSGLang | None = None, **options: Any) -> AsyncIterator[tuple[SGLangBackend, FakeSGLang]]:
     async with fake or FakeSGLang() as upstream:
         config = UpstreamConfig(**{"upstream": upstream.url, "upstream_timeout_s": 5.0} | options)
-        model = remote_model(name="ours", vocab_size=upstream.model.vocab_size, context=upstream.model.context)
+        model = upstream_model_info(name="ours", vocab_size=upstream.model.vocab_size, context=upstream.model.context)
         backend = SGLangBackend(config, model)
         try:
             yield backend, upstream
@@ -77,7 +77,7 @@ async def sglang(fake: FakeSGLang | None = None, **options: Any) -> AsyncIterato
 async def vllm(fake: FakeVLLM | None = None, **options: Any) -> AsyncIterator[tuple[VLLMBackend, FakeVLLM]]:
     async with fake or FakeVLLM() as upstream:
         config = UpstreamConfig(**{"upstream": upstream.url, "upstream_timeout_s": 5.0} | options)
-        model = remote_model(name="ours", vocab_size=upstream.model.vocab_size, context=upstream.model.context)
+        model = upstream_model_info(name="ours", vocab_size=upstream.model.vocab_size, context=upstream.model.context)
         backend = VLLMBackend(config, model)
         try:
             yield backend, upstream
@@ -89,7 +89,7 @@ async def vllm(fake: FakeVLLM | None = None, **options: Any) -> AsyncIterator[tu
 async def opened(name: str) -> AsyncIterator[Case]:
     prompt, too_long = [5, 9, 33, 7], [5] * 5000
     if name.startswith("real_vllm"):
-        backend = VLLMBackend(UpstreamConfig(upstream=REAL_VLLM), remote_model(name="ours", vocab_size=49152))
+        backend = VLLMBackend(UpstreamConfig(upstream=REAL_VLLM), upstream_model_info(name="ours", vocab_size=49152))
         backend.has_generate = name == "real_vllm"
         try:
             yield Case(backend, [1, 4093, 198, 2683, 354, 253, 1838], too_long, None)

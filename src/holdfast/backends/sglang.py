@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from holdfast.backends.pieces import SGLangReader
 from holdfast.backends.refusal import refusal
-from holdfast.backends.remote import RemoteBackend
-from holdfast.backends.remote_stream import Opened
+from holdfast.backends.stream_reader import SGLangReader
+from holdfast.backends.upstream import UpstreamBackend
+from holdfast.backends.upstream_stream import Opened
 from holdfast.backends.validation import Checked, Entry, check_sglang, decoded
 from holdfast.errors import UpstreamInvalid
 from holdfast.generation import SamplingParams
@@ -18,7 +18,7 @@ from holdfast.sessions.ports import LogprobKind
 GENERATE = "/generate"
 
 
-class SGLangBackend(RemoteBackend):
+class SGLangBackend(UpstreamBackend):
     default_kind = LogprobKind.SAMPLING
 
     def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], routed_from: int) -> dict[str, Any]:
@@ -85,12 +85,12 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-class _Meta(Struct):
+class _ProbeMeta(Struct):
     output_top_logprobs: list[list[Entry]]
 
 
-class _Probed(Struct):
-    meta_info: _Meta
+class _SGLangProbe(Struct):
+    meta_info: _ProbeMeta
 
 
-_PROBED = msgspec.json.Decoder(_Probed)
+_PROBED = msgspec.json.Decoder(_SGLangProbe)

@@ -26,7 +26,7 @@ _KEEPALIVE_S = 4.0  # uvicorn closes idle connections after 5: let go of them fi
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RawResponse:
     """A whole reply, its headers as they came."""
 
     status: int
@@ -51,14 +51,14 @@ class Transport:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         query: str = "",
-    ) -> Answer:
+    ) -> RawResponse:
         """The reply, whatever its status. Cancelling closes the connection."""
         with _translated(self._base):
             async with self._send(method, path, body, headers or {}, query) as response:
                 content = await self._read(response)
-                return Answer(response.status, tuple(response.headers.items()), content)
+                return RawResponse(response.status, tuple(response.headers.items()), content)
 
-    async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answer:
+    async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> RawResponse:
         """A JSON body out, the reply back."""
         return await self.request("POST", path, body=encoded(body), headers=_json(headers))
 

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from holdfast.backends.cutting import members_at, place_of, without
+from holdfast.backends.json_members import members_at, place_of, without
 from holdfast.errors import UpstreamAborted, UpstreamInvalid
-from holdfast.sessions.ports import Completion, LogprobKind, Place
+from holdfast.sessions.ports import ByteRange, LogprobKind, UpstreamCompletion
 
 PAYLOADS = ("routed_experts", "indexer_topk")
 MAX_DEPTH = 100
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Checked:
     """A reply that is right. `body` is the client's copy."""
 
-    completion: Completion
+    completion: UpstreamCompletion
     body: bytes
 
 
@@ -122,7 +122,7 @@ def check_sglang(
     logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
     check_sampled(tokens, logprobs, vocab_size)
     _check_count(meta.completion_tokens, len(tokens))
-    completion = Completion(
+    completion = UpstreamCompletion(
         token_ids=tokens,
         logprobs=logprobs,
         message=_message(choice.message),
@@ -163,7 +163,7 @@ def check_vllm(
     check_sampled(tokens, logprobs, vocab_size)
     _check_count(reply.usage.completion_tokens, len(tokens))
     check_names(tokens, [entry.token for entry in content])
-    completion = Completion(
+    completion = UpstreamCompletion(
         token_ids=tokens,
         logprobs=logprobs,
         message=_message(choice.message),
@@ -260,7 +260,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content or ""}
 
 
-def _payload(name: str, raws: Sequence[Raw], body: bytes) -> Place | None:
+def _payload(name: str, raws: Sequence[Raw], body: bytes) -> ByteRange | None:
     """The first place that has the payload."""
     for raw in raws:
         start, end = place = place_of(raw, body)

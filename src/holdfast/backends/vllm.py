@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from holdfast.backends.pieces import VLLMReader
 from holdfast.backends.refusal import NotServed, refusal
-from holdfast.backends.remote import RemoteBackend
-from holdfast.backends.remote_stream import Opened
+from holdfast.backends.stream_reader import VLLMReader
+from holdfast.backends.upstream import UpstreamBackend
+from holdfast.backends.upstream_stream import Opened
 from holdfast.backends.validation import Checked, check_vllm, decoded
 from holdfast.errors import UpstreamInvalid
 from holdfast.generation import SamplingParams
@@ -19,7 +19,7 @@ GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 
 
-class VLLMBackend(RemoteBackend):
+class VLLMBackend(UpstreamBackend):
     default_kind = LogprobKind.RAW
 
     has_generate = True  # until the server says otherwise
@@ -102,12 +102,12 @@ class _Logprobs(Struct):
     top_logprobs: list[dict[str, float]]
 
 
-class _Choice(Struct):
+class _ProbeChoice(Struct):
     logprobs: _Logprobs
 
 
-class _Probed(Struct):
-    choices: list[_Choice]
+class _VLLMProbe(Struct):
+    choices: list[_ProbeChoice]
 
 
-_PROBED = msgspec.json.Decoder(_Probed)
+_PROBED = msgspec.json.Decoder(_VLLMProbe)

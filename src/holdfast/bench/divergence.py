@@ -11,7 +11,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.embedded import build_engine
 from holdfast.engine.slab import SlabPool
 from holdfast.models import open_model
-from holdfast.testing.driving import run_chunks
+from holdfast.testing.engine_driver import run_chunks
 
 _NUM_TOKENS = 512
 _CHUNK = 64

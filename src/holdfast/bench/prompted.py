@@ -12,9 +12,9 @@ from typing import Any
 from aiohttp import web
 
 from holdfast.bench.processes import obey
-from holdfast.testing.model import FakeModel
-from holdfast.testing.sglang import FakeSGLang
-from holdfast.testing.upstream import Fault, Json
+from holdfast.testing.fake_model import FakeModel
+from holdfast.testing.fake_sglang import FakeSGLang
+from holdfast.testing.fake_upstream import Fault, Json
 
 LARGE_BYTES = 100_000  # beyond what a journal keeps in its database
 _LARGE_EVERY = 8

@@ -27,7 +27,7 @@ from holdfast.engine.slab import SlabPool
 from holdfast.engine.window import Window
 from holdfast.errors import ConfigError
 from holdfast.models import GGUFSource, ModelSource, open_model
-from holdfast.testing.driving import difference, run_chunks
+from holdfast.testing.engine_driver import difference, run_chunks
 from holdfast.testing.oracle import dense_logits, weight_names
 
 SINK = 4

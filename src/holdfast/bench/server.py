@@ -10,10 +10,10 @@ from typing import Literal, TypeVar, get_args
 
 import msgspec
 
-from holdfast.backends.lane import Lane
+from holdfast.backends.decode_queue import DecodeQueue
 from holdfast.backends.passthrough import parse_routes
-from holdfast.backends.remote import remote_model
 from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.upstream import upstream_model_info
 from holdfast.bench.processes import cpu_s, obey, resident_bytes
 from holdfast.bench.stages import StageClock
 from holdfast.chat.chat_model import load_chat
@@ -21,7 +21,7 @@ from holdfast.config import DEFAULT_MODEL, ChatConfig, ServeConfig, UpstreamConf
 from holdfast.models import open_model
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.http import Upstream
-from holdfast.serving.run import Chat, running
+from holdfast.serving.lifecycle import Chat, running
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Usage:
     looks: dict[str, int]
 
 
-class _Threads(Lane):
+class _Threads(DecodeQueue):
     """Every large reply is decoded in the pool of threads."""
 
     cpu_s = 0.0
@@ -63,16 +63,16 @@ class _Threads(Lane):
             self.cpu_s += time.thread_time() - started  # a lost update would cost one reply's share
 
 
-def _lane(setup: Setup) -> Lane:
+def _lane(setup: Setup) -> DecodeQueue:
     if setup.mode == "inline":
-        return Lane(setup.cpu_workers, inline_bytes=sys.maxsize)
-    return _Threads(setup.cpu_workers) if setup.mode == "threads" else Lane(setup.cpu_workers)
+        return DecodeQueue(setup.cpu_workers, inline_bytes=sys.maxsize)
+    return _Threads(setup.cpu_workers) if setup.mode == "threads" else DecodeQueue(setup.cpu_workers)
 
 
 async def _main(setup: Setup) -> None:
     source = open_model(setup.model)
     chat = Chat(load_chat(source, ChatConfig(), source.architecture.vocab_size), ChatConfig())
-    model = remote_model(
+    model = upstream_model_info(
         name=source.name, vocab_size=source.architecture.vocab_size, eos_token_ids=source.eos_token_ids
     )
     metrics = Metrics()

@@ -14,7 +14,7 @@ _STAGES = {
     "/holdfast/backends/": "upstream",
     "/aiohttp/": "upstream",
     "/yarl/": "upstream",
-    "/holdfast/trajectories/": "turn",
+    "/holdfast/chats/": "turn",
     "/holdfast/sessions/": "turn",
     "/holdfast/chat/": "turn",
     "/jinja2/": "turn",

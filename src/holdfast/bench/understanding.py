@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import Slab, SlabPool
-from holdfast.testing.driving import forward
+from holdfast.testing.engine_driver import forward
 
 _PLACES = ("harbour", "library", "station", "museum", "castle", "bakery", "garden", "theatre", "market", "bridge")
 _WORDS = ("silver", "thunder", "orange", "winter", "dragon", "violet", "rocket", "pepper", "copper", "marble")

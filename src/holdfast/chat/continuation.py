@@ -28,7 +28,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class TemplateInputs:
     """What shapes the first render and so belongs to a whole conversation: tools, and variables that show there."""
 
     tools: str = "[]"
@@ -74,7 +74,7 @@ class Continuation:
         ids = ids[1:] if last_token == ids[0] else ids
         return Prompt(ids, _opens_reasoning(text), self._renderer.count_control(messages))
 
-    def root(self, tools: Tools = (), variables: Variables | None = None) -> Root:
+    def root(self, tools: Tools = (), variables: Variables | None = None) -> TemplateInputs:
         """What of tools and variables belongs to the conversation as a whole."""
         variables = variables or {}
         shown, native = self._expressed([_SYSTEM, _USER] if "system" in self.abilities.first_roles else [_USER], tools)
@@ -84,7 +84,7 @@ class Continuation:
             for name, value in variables.items()
             if self._renderer.text(shown, prompt=False, tools=native, variables={name: value}) != plain
         }
-        return Root(canonical(list(tools)), canonical(lasting))
+        return TemplateInputs(canonical(list(tools)), canonical(lasting))
 
     def pinned(
         self, messages: Sequence[Message], limit: int, tools: Tools = (), variables: Variables | None = None

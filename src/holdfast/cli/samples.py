@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from holdfast.chats.samples.formats import decode
+from holdfast.chats.samples.sample import Export, Sample
+from holdfast.chats.samples.verification import problems, problems_of
 from holdfast.errors import ConfigError, SamplesUnusable, Unimplemented
-from holdfast.trajectories.samples.check import problems, problems_of
-from holdfast.trajectories.samples.codec import decode
-from holdfast.trajectories.samples.sample import Export, Sample
 
 
 def register(commands: Any) -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.backends.passthrough import parse_routes
-from holdfast.backends.remote import RemoteBackend, remote_model
 from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli.flags import add_flags, settings
@@ -24,7 +24,7 @@ from holdfast.models import ModelSource, open_model
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.http import Upstream
 from holdfast.serving.keys import check_bind, check_free, read_keys
-from holdfast.serving.run import Chat, Doors, serve
+from holdfast.serving.lifecycle import Chat, ServerAddresses, serve
 from holdfast.sessions.ports import ServedBackend
 
 _NOT_YET = ("block_size", "num_diffusion_steps")
@@ -103,8 +103,8 @@ def _embedded(source: ModelSource, doors: ServeConfig, engine: EngineConfig, met
     return EmbeddedBackend(worker, replace(model, name=doors.served_model_name or model.name))
 
 
-def _remote(source: ModelSource, doors: ServeConfig, config: UpstreamConfig, metrics: Metrics) -> RemoteBackend:
-    model = remote_model(
+def _remote(source: ModelSource, doors: ServeConfig, config: UpstreamConfig, metrics: Metrics) -> UpstreamBackend:
+    model = upstream_model_info(
         name=doors.served_model_name or source.name,
         vocab_size=source.architecture.vocab_size,
         eos_token_ids=source.eos_token_ids,
@@ -115,7 +115,7 @@ def _remote(source: ModelSource, doors: ServeConfig, config: UpstreamConfig, met
     return kind(config, model, observe=metrics.observe_upstream)
 
 
-def _show(console: Console, banner: str, doors: Doors, speaks: bool) -> None:
+def _show(console: Console, banner: str, doors: ServerAddresses, speaks: bool) -> None:
     openai = f"  OpenAI   http://{doors.http}/v1, sessions at http://{doors.http}/sessions" if speaks else ""
     lines = [
         banner,

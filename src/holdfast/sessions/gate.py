@@ -3,7 +3,7 @@
 from holdfast.errors import SessionBusy, SessionNotFound
 
 
-class Gate:
+class SessionGate:
     """`enter` and `leave` around every operation; `close` once, from any moment on."""
 
     def __init__(self, session_id: str) -> None:

@@ -118,11 +118,11 @@ class LogprobKind(StrEnum):
     UNKNOWN = "unknown"
 
 
-Place = tuple[int, int]  # where something begins and ends in bytes
+ByteRange = tuple[int, int]  # where something begins and ends in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class UpstreamCompletion:
     """What an upstream sampled, checked: `token_ids` and `logprobs` belong together, one by one.
 
     `message` is the assistant message as it came, its content never None. The payloads are heavy, so they are told by
@@ -137,9 +137,9 @@ class Completion:
     prompt_tokens: int | None
     completion_tokens: int
     weight_version: str | None = None
-    routed_experts: Place | None = None
-    indexer_topk: Place | None = None
-    cut: tuple[Place, ...] = ()
+    routed_experts: ByteRange | None = None
+    indexer_topk: ByteRange | None = None
+    cut: tuple[ByteRange, ...] = ()
     logprob_kind: LogprobKind = LogprobKind.UNKNOWN
 
 
@@ -156,7 +156,7 @@ class UpstreamReply:
     body: bytes
     received: bytes
     request: Mapping[str, Any]
-    completion: Completion | None = None
+    completion: UpstreamCompletion | None = None
 
 
 class ChatUpstream(Protocol):

@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 from holdfast.errors import HistoryConflict, HoldfastError, InvalidArgument
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.observability.metrics import Metrics
+from holdfast.sessions.capacity import SlabCapacity
+from holdfast.sessions.generation_record import GenerationRecord
+from holdfast.sessions.history import SpanPiece
 from holdfast.sessions.journal import entries
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
-from holdfast.sessions.journal.entries import Entry, ForkedFrom, Kind, Pinned, SessionClosed, SessionOpened
+from holdfast.sessions.journal.entries import Entry, ForkedFrom, Pinned, SessionClosed, SessionKind, SessionOpened
 from holdfast.sessions.journal.snapshots import SnapshotStore
-from holdfast.sessions.keeping import opened, restored, spans_since
-from holdfast.sessions.observe import observe_batch, watch_sessions
 from holdfast.sessions.operations import Conclude, Operations, live
 from holdfast.sessions.parking import Parking
-from holdfast.sessions.places import Places
-from holdfast.sessions.portable.keeper import ChatKeeper
+from holdfast.sessions.persistence import opened, restored, spans_since
+from holdfast.sessions.portable.chat_port import ChatPort
 from holdfast.sessions.ports import Backend, EventStream, ModelInfo
+from holdfast.sessions.registry import SessionRegistry, new_session_id
 from holdfast.sessions.session import Session
-from holdfast.sessions.spans import SpanPiece
-from holdfast.sessions.store import Store, new_session_id
-from holdfast.sessions.turn import Turn
+from holdfast.sessions.session_metrics import observe_batch, watch_sessions
 from holdfast.sessions.view import PARKED, SessionView, view_of
 
 _PIECE_TOKENS = 4096
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Rewound:
+class RewindResult:
     history_length: int
     recomputed_tokens: int
 
@@ -54,7 +54,7 @@ class Runtime:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
-        self._store = Store(backend.capacity)
+        self._store = SessionRegistry(backend.capacity)
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self.journal: Journal = journal or NoJournal()
@@ -62,11 +62,11 @@ class Runtime:
         for gone in self.journal.closed():
             self._store.remember(gone.session_id, gone.owner, gone.why)
         self.on_gone: Callable[[str], None] = lambda session_id: None  # who keeps more about a session drops it
-        self.chats: ChatKeeper | None = None  # and tells it to whoever takes a session elsewhere
+        self.chats: ChatPort | None = None  # and tells it to whoever takes a session elsewhere
         self.metrics = metrics or Metrics()
         self._operations = Operations(backend, self.metrics)
         parking = Parking(backend, snapshots, self.metrics)
-        self._places = Places(self._store, parking, self._remove, max_parked=max_parked, metrics=self.metrics)
+        self._places = SlabCapacity(self._store, parking, self._remove, max_parked=max_parked, metrics=self.metrics)
         watch_sessions(self.metrics, lambda: [self._view(session) for session in self._store])
 
     @property
@@ -86,7 +86,7 @@ class Runtime:
         tokens: Sequence[int] = (),
         pin_tokens: int | None = None,
         metadata: Mapping[str, str] | None = None,
-        kind: Kind = "tokens",
+        kind: SessionKind = "tokens",
         group: str = "",
         is_kept: bool = True,
     ) -> SessionView:
@@ -161,7 +161,7 @@ class Runtime:
         *,
         tokens: Sequence[int] = (),
         expected_length: int | None = None,
-        writes: Kind = "tokens",
+        writes: SessionKind = "tokens",
     ) -> AsyncGenerator[list[Event], None]:
         """Append `tokens`, then sample: event batches, the last ending with Done, which comes once all is on record.
 
@@ -169,7 +169,7 @@ class Runtime:
         """
         session = await self._enter(session_id, owner, expected_length, writes=writes)
         started = self._clock()
-        turn = Turn(session, tokens)
+        turn = GenerationRecord(session, tokens)
         stream = None
         try:
             stream = self._backend.generate(live(session), params, tokens)
@@ -188,7 +188,7 @@ class Runtime:
         finally:
             await asyncio.shield(self._operations.settle(session, self._end_generate(turn, stream)))
 
-    async def _end_generate(self, turn: Turn, stream: EventStream | None) -> None:
+    async def _end_generate(self, turn: GenerationRecord, stream: EventStream | None) -> None:
         if stream is None:
             return
         await stream.__aexit__(None, None, None)
@@ -221,15 +221,15 @@ class Runtime:
 
         async def conclude(backend_length: int) -> None:
             if backend_length == expected_length + len(tokens):
-                turn = Turn(session, given)
+                turn = GenerationRecord(session, given)
                 turn.record(sampled, backend_length=backend_length)
                 turn.end(stop_reason)
 
         await self._carry_out(session, self._backend.append(live(session), tokens), conclude)
 
     async def rewind(
-        self, session_id: str, owner: str, length: int, *, writes: Kind = "tokens", is_limited: bool = True
-    ) -> Rewound:
+        self, session_id: str, owner: str, length: int, *, writes: SessionKind = "tokens", is_limited: bool = True
+    ) -> RewindResult:
         """Forget the tokens from `length` on; explicit, and counted."""
         session = await self._enter(session_id, owner, None, writes=writes)
 
@@ -237,7 +237,7 @@ class Runtime:
             if backend_length != length:
                 return
             try:
-                await self._keep_tokens(session, entries.Rewound(session.id, length))
+                await self._keep_tokens(session, entries.HistoryRewound(session.id, length))
             except HoldfastError:  # all stays as it was: what was cut off is computed again
                 await self._backend.append(live(session), session.history.slice(length, len(session.history)))
                 raise
@@ -245,7 +245,7 @@ class Runtime:
             session.num_rewinds += 1
 
         work = self._backend.rewind(live(session), length, is_limited=is_limited)
-        return Rewound(length, await self._carry_out(session, work, conclude))
+        return RewindResult(length, await self._carry_out(session, work, conclude))
 
     async def fork(
         self,
@@ -254,7 +254,7 @@ class Runtime:
         *,
         at_position: int | None = None,
         label: str = "",
-        kind: Kind = "tokens",
+        kind: SessionKind = "tokens",
         forked_turns: Sequence[int] = (),
     ) -> tuple[SessionView, int]:
         """A new session with the same past, and how many tokens had to be computed again for it.
@@ -398,7 +398,7 @@ class Runtime:
         owner: str,
         expected_length: int | None,
         *,
-        writes: Kind | None = None,
+        writes: SessionKind | None = None,
         is_woken: bool = True,
     ) -> Session:
         """The session, claimed for one operation and awake. `writes`: only sessions of that kind may be changed so."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import SessionFailed
-from holdfast.sessions.gate import Gate
-from holdfast.sessions.journal.entries import Kind
-from holdfast.sessions.spans import History, SpanKind
+from holdfast.sessions.gate import SessionGate
+from holdfast.sessions.history import History, SpanKind
+from holdfast.sessions.journal.entries import SessionKind
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,14 +22,14 @@ class Session:
     sink: int
     eos_token_ids: frozenset[int]
     clock: Callable[[], float]
-    kind: Kind = "tokens"
+    kind: SessionKind = "tokens"
     is_kept: bool = True  # False: it ends with its request, and is not journaled
     label: str = ""
     group: str = ""
     pin_tokens: int | None = None  # what its creator asked for
     metadata: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
-    gate: Gate = field(init=False)
+    gate: SessionGate = field(init=False)
     inv1_violations: int = 0
     num_rewinds: int = 0
     num_holds: int = 0  # by those who will come back to it, and until then do nothing
@@ -40,7 +40,7 @@ class Session:
     last_used: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gate = Gate(self.id)
+        self.gate = SessionGate(self.id)
         self.last_used = self.clock()
 
     def enter(self) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from holdfast.sessions.journal.entries import Kind
+from holdfast.sessions.history import SpanKind
+from holdfast.sessions.journal.entries import SessionKind
 from holdfast.sessions.ports import BackendView
 from holdfast.sessions.session import Session
-from holdfast.sessions.spans import SpanKind
 
 
 class SessionState(StrEnum):
@@ -22,7 +22,7 @@ class SessionView:
     number: int
     label: str
     created_at: float
-    kind: Kind
+    kind: SessionKind
     group: str
     metadata: Mapping[str, str]
     state: SessionState

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.sessions.history import SpanKind, SpanPiece
 from holdfast.sessions.ports import ModelInfo
-from holdfast.sessions.spans import SpanKind, SpanPiece
 from holdfast.sessions.view import SessionState, SessionView
 
 _STOP_REASONS = {

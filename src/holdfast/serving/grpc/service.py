@@ -11,7 +11,7 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import current_owner
 from holdfast.serving.keys import is_admin
-from holdfast.sessions.listing import number_in, page_of
+from holdfast.sessions.page import page_of, page_start
 from holdfast.sessions.portable.file import pieces
 from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
@@ -119,7 +119,7 @@ class RuntimeService(rpc.RuntimeServiceServicer):
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
         page = page_of(
-            self._runtime.list_sessions(current_owner.get(), after=number_in(request.page_token)),
+            self._runtime.list_sessions(current_owner.get(), after=page_start(request.page_token)),
             label=request.client_label if request.HasField("client_label") else None,
             state=convert.state_filter(request),
             size=request.page_size or _PAGE,

@@ -10,30 +10,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.matching import load_matcher
+from holdfast.chats.control import Control
+from holdfast.chats.embedded_turn import EmbeddedTurns
+from holdfast.chats.service import ChatService
+from holdfast.chats.stateless import StatelessReplies
+from holdfast.chats.trajectory import HistoryRules
+from holdfast.chats.turn import ChatTurns
+from holdfast.chats.turn_source import TurnSource
+from holdfast.chats.upstream_turn import UpstreamTurns
 from holdfast.config import ChatConfig, ServeConfig
-from holdfast.serving.http.control import Controls
-from holdfast.serving.http.door import IMPORT_PATH, Door, owner_of
-from holdfast.serving.http.health import Health
-from holdfast.serving.http.openai import OpenAI
+from holdfast.serving.http.middleware import IMPORT_PATH, HttpMiddleware, owner_of
 from holdfast.serving.http.openapi import document
-from holdfast.serving.http.purging import Purging
-from holdfast.serving.http.relaying import METHODS, Passing, Upstream
-from holdfast.serving.http.samples import Samples
-from holdfast.serving.http.sessions import Sessions
-from holdfast.serving.http.transfer import Transfer
+from holdfast.serving.http.routes_control import ControlRoutes
+from holdfast.serving.http.routes_health import HealthRoutes
+from holdfast.serving.http.routes_openai import OpenAIRoutes
+from holdfast.serving.http.routes_purge import PurgeRoutes
+from holdfast.serving.http.routes_samples import SampleRoutes
+from holdfast.serving.http.routes_sessions import SessionRoutes
+from holdfast.serving.http.routes_transfer import TransferRoutes
+from holdfast.serving.http.routes_upstream import METHODS, Upstream, UpstreamRoutes
 from holdfast.serving.keys import Keys
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import StoredSession
 from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
-from holdfast.trajectories.chats import Chats
-from holdfast.trajectories.control import Control
-from holdfast.trajectories.generating import Generating
-from holdfast.trajectories.making import Making
-from holdfast.trajectories.relaying import Relaying
-from holdfast.trajectories.single_shot import SingleShots
-from holdfast.trajectories.trajectory import Rules
-from holdfast.trajectories.turns import Turns
 
 
 def create_app(
@@ -48,7 +48,7 @@ def create_app(
     not_ready: Callable[[], str | None] = lambda: None,
 ) -> ASGIApp:
     """Health and metrics, and where there is a `chat` model everything that speaks OpenAI."""
-    health = Health(runtime.metrics, not_ready)
+    health = HealthRoutes(runtime.metrics, not_ready)
     routes = [
         Route("/health", health.health),
         Route("/healthz", health.health),
@@ -58,7 +58,7 @@ def create_app(
     ]
     if chat is not None:
         routes += _chat_routes(runtime, config, chat, chat_config or ChatConfig(), upstream=upstream, stored=stored)
-    return Door(
+    return HttpMiddleware(
         _Routes(Router(routes, default=_not_found, redirect_slashes=False)), config, keys or Keys(), runtime.metrics
     )
 
@@ -77,10 +77,10 @@ def _chat_routes(
     for session in stored:
         if session.opened.kind == "chat":
             chats.restore(session)
-    openai = OpenAI(chat, runtime.model, SingleShots(runtime, admission))
-    sessions = Sessions(chat, runtime.model, chats, is_relayed=upstream is not None)
-    controls = Controls(chats)
-    transfer = Transfer(Transfers(runtime))
+    openai = OpenAIRoutes(chat, runtime.model, StatelessReplies(runtime, admission))
+    sessions = SessionRoutes(chat, runtime.model, chats, is_relayed=upstream is not None)
+    controls = ControlRoutes(chats)
+    transfer = TransferRoutes(Transfers(runtime))
 
     async def session_models(request: Request) -> Response:
         chats.get(request.path_params["session_id"], owner_of(request))
@@ -89,7 +89,7 @@ def _chat_routes(
     one = "/sessions/{session_id}"
     rest = [Route(f"{one}/v1/models", session_models)]
     if upstream is not None:
-        rest = [Route(f"{one}/{{path:path}}", Passing(chats, upstream).passed, methods=METHODS)]
+        rest = [Route(f"{one}/{{path:path}}", UpstreamRoutes(chats, upstream).passed, methods=METHODS)]
     return [
         Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
@@ -97,13 +97,13 @@ def _chat_routes(
         Route("/v1/models/{model:path}", openai.model),
         Route("/sessions", sessions.create, methods=["POST"]),
         Route(IMPORT_PATH, transfer.import_session, methods=["POST"]),
-        Route("/sessions/purge", Purging(runtime, retain_days=config.retain_days).purge, methods=["POST"]),
+        Route("/sessions/purge", PurgeRoutes(runtime, retain_days=config.retain_days).purge, methods=["POST"]),
         Route("/sessions", sessions.list_sessions),
         Route(one, sessions.show),
         Route(one, sessions.delete, methods=["DELETE"]),
         Route(f"{one}/fork", sessions.fork, methods=["POST"]),
         Route(f"{one}/export", transfer.export),
-        Route(f"{one}/samples", Samples(chats).samples, methods=["POST"]),
+        Route(f"{one}/samples", SampleRoutes(chats).samples, methods=["POST"]),
         Route(f"{one}/reward", sessions.reward, methods=["POST"]),
         Route(f"{one}/v1/chat/completions", sessions.session_chat, methods=["POST"]),
         Route("/control/pause", controls.pause, methods=["POST"]),
@@ -130,16 +130,16 @@ def _chats(
     *,
     admission: Admission,
     upstream: Upstream | None,
-) -> Chats:
+) -> ChatService:
     control = Control(weight_version=config.weight_version, max_wait_s=config.pause_max_wait_s)
-    making: Making = Generating(runtime, chat, control)
+    making: TurnSource = EmbeddedTurns(runtime, chat, control)
     if upstream is not None:
-        making = Relaying(runtime, upstream.chat, control)
-    turns = Turns(
+        making = UpstreamTurns(runtime, upstream.chat, control)
+    turns = ChatTurns(
         runtime,
         chat,
         making,
-        rules=Rules(
+        rules=HistoryRules(
             matcher=load_matcher(rules.matcher),
             max_rollback=rules.max_rollback,
             may_edit_replies=rules.edited_reply == "branch",
@@ -147,7 +147,7 @@ def _chats(
         admission=admission,
         control=control,
     )
-    return Chats(runtime, chat, turns, control)
+    return ChatService(runtime, chat, turns, control)
 
 
 class _Routes:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast import __version__
-from holdfast.serving.http.requests import (
+from holdfast.serving.http.schema import (
     ChatCompletion,
     Completion,
     Fork,
@@ -17,7 +17,7 @@ from holdfast.serving.http.requests import (
     SamplesRequest,
     WeightVersion,
 )
-from holdfast.sessions.listing import MAX_PAGE
+from holdfast.sessions.page import MAX_PAGE
 from holdfast.sessions.view import SessionState
 
 _SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.errors import SessionNotFound
-from holdfast.sessions.journal.entries import Entry, Rewound, SessionOpened, TokensGiven, TokensSampled, TurnFields
+from holdfast.sessions.journal.entries import (
+    Entry,
+    HistoryRewound,
+    SessionOpened,
+    TokensGiven,
+    TokensSampled,
+    TurnFields,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +25,7 @@ class StoredTurn(TurnFields):
     is_delivered: bool
 
 
-Step = TokensGiven | TokensSampled | Rewound | StoredTurn
+Step = TokensGiven | TokensSampled | HistoryRewound | StoredTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from holdfast.errors import InvalidArgument
 
-Kind = Literal["tokens", "chat"]
+SessionKind = Literal["tokens", "chat"]
 
 
 def _floats() -> "array[float]":
@@ -36,7 +36,7 @@ class SessionOpened:
     number: int
     owner: str
     created_at: float
-    kind: Kind = "tokens"
+    kind: SessionKind = "tokens"
     label: str = ""
     group: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class TokensSampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewound:
+class HistoryRewound:
     """The history ends at `length` from here on."""
 
     session_id: str
@@ -153,7 +153,7 @@ Entry = (
     SessionOpened
     | TokensGiven
     | TokensSampled
-    | Rewound
+    | HistoryRewound
     | TurnRecorded
     | TurnDelivered
     | Rewarded

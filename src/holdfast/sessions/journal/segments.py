@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _PROBE_BYTES = 64 * 1024
 
 
-class Place(NamedTuple):
+class SegmentPosition(NamedTuple):
     segment: int
     start: int
 
@@ -36,19 +36,19 @@ class Segments:
             self._cut(segment, ends.get(segment, 0))
         for segment in sorted(ends.keys() - set(self._present())):
             logger.error("%s is missing; the replies in it cannot be read", self._path(segment))
-        self._end = Place(max(ends, default=1), 0)
-        self._end = self._kept = Place(self._end.segment, ends.get(self._end.segment, 0))
+        self._end = SegmentPosition(max(ends, default=1), 0)
+        self._end = self._kept = SegmentPosition(self._end.segment, ends.get(self._end.segment, 0))
 
-    def append(self, content: bytes) -> Place:
+    def append(self, content: bytes) -> SegmentPosition:
         """Where `content` now lies, though not yet for good."""
         if self._end.start and self._end.start + len(content) > self._max_segment_bytes:
-            self._end = Place(self._end.segment + 1, 0)
+            self._end = SegmentPosition(self._end.segment + 1, 0)
         place = self._end
         file = self._file(place.segment)
         view = memoryview(content)
         while view:
             written = os.pwrite(file, view, self._end.start)
-            self._end = Place(place.segment, self._end.start + written)
+            self._end = SegmentPosition(place.segment, self._end.start + written)
             view = view[written:]
         self._unsynced.add(place.segment)
         return place

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
-from holdfast.sessions.journal import reading
+from holdfast.sessions.journal import rows
 from holdfast.sessions.journal.base import ClosedSession, StoredSession
 from holdfast.sessions.journal.entries import Entry, SessionPurged
 from holdfast.sessions.journal.files import DirectoryLock
-from holdfast.sessions.journal.recording import Recorder
+from holdfast.sessions.journal.recorder import Recorder
 from holdfast.sessions.journal.schema import connect, open_database
 from holdfast.sessions.journal.segments import Segments
-from holdfast.sessions.journal.writer import Writer
+from holdfast.sessions.journal.writer import JournalWriter
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class SqliteJournal:
             self._segments = self._open_segments(max_segment_bytes)
             undo.pop_all()
         self._recorder = Recorder(self._connection, self._segments)
-        self._writer = Writer(
+        self._writer = JournalWriter(
             self._commit,
             is_failing=lambda: self._health is not None,
             recover=self._recover,
@@ -90,17 +90,17 @@ class SqliteJournal:
         self._writer.note(entries)
 
     def load(self) -> Iterator[StoredSession]:
-        for session_id in self._read(reading.open_ids):
-            session = self._read(partial(reading.session_of, session_id=session_id))
+        for session_id in self._read(rows.open_ids):
+            session = self._read(partial(rows.session_of, session_id=session_id))
             if session.failure:
                 logger.error("session %s: %s", session_id, session.failure)
             yield session
 
     def closed(self) -> Iterator[ClosedSession]:
-        return iter(self._read(reading.closed_sessions))
+        return iter(self._read(rows.closed_sessions))
 
     async def read_session(self, session_id: str) -> StoredSession:
-        return await asyncio.to_thread(self._read, lambda db: reading.session_of(db, session_id))
+        return await asyncio.to_thread(self._read, lambda db: rows.session_of(db, session_id))
 
     async def read_request(self, session_id: str, turn: int) -> bytes:
         return await asyncio.to_thread(self._body, session_id, turn, "request")
@@ -112,7 +112,7 @@ class SqliteJournal:
         return self._body(session_id, turn, "response")
 
     async def purge(self, before: float) -> int:
-        gone = await asyncio.to_thread(self._read, lambda db: reading.closed_sessions(db, before=before))
+        gone = await asyncio.to_thread(self._read, lambda db: rows.closed_sessions(db, before=before))
         for first in range(0, len(gone), _PURGE_CHUNK):
             await self.write(*(SessionPurged(session.session_id) for session in gone[first : first + _PURGE_CHUNK]))
         return len(gone)
@@ -124,8 +124,8 @@ class SqliteJournal:
     # In any thread
 
     def _body(self, session_id: str, turn: int, which: str) -> bytes:
-        row = self._read(lambda db: reading.body_row(db, session_id, turn, which))
-        return reading.body_of(row, self._segments, f"the {which} of turn {turn} of session {session_id}")
+        row = self._read(lambda db: rows.body_row(db, session_id, turn, which))
+        return rows.body_of(row, self._segments, f"the {which} of turn {turn} of session {session_id}")
 
     def _read(self, look: Callable[[sqlite3.Connection], T]) -> T:
         """What `look` sees, at one moment."""

@@ -31,7 +31,7 @@ class Write(NamedTuple):
 Commit = Callable[[Sequence[Sequence[Entry]]], "list[Exception | None]"]
 
 
-class Writer:
+class JournalWriter:
     """`commit` runs in the thread and says for each write what came of it; `recover` is called every `recover_s` while
     `is_failing`, so that it can be known that writing works again before anyone tries."""
 

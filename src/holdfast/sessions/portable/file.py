@@ -16,8 +16,8 @@ from msgspec import Meta, Struct
 from holdfast import __version__
 from holdfast.errors import SessionFileRefused
 from holdfast.generation import StopReason
+from holdfast.sessions.journal.encoding import floats_of, packed, tokens_of
 from holdfast.sessions.journal.entries import SessionOpened, TokensGiven, TokensSampled
-from holdfast.sessions.journal.packing import floats_of, packed, tokens_of
 from holdfast.sessions.portable.content import ModelIdentity, PortableSession, PortableTurn, Span, flaw
 
 MAGIC = b"HOLDFAST"

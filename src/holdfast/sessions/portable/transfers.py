@@ -9,13 +9,13 @@ from typing import Any
 from holdfast.errors import SessionFileRefused, SessionNotFound, StorageUnavailable
 from holdfast.sessions.journal.base import StoredSession, StoredTurn
 from holdfast.sessions.journal.entries import Entry, Rewarded, TokensGiven, TokensSampled, TurnDelivered, TurnFields
-from holdfast.sessions.keeping import restored, spans_since
+from holdfast.sessions.persistence import restored, spans_since
+from holdfast.sessions.portable.compatibility import check_fit
 from holdfast.sessions.portable.content import ModelIdentity, PortableSession, PortableTurn, Span
 from holdfast.sessions.portable.file import decode, encode
-from holdfast.sessions.portable.fitting import check_fit
 from holdfast.sessions.ports import ModelInfo
+from holdfast.sessions.registry import new_session_id
 from holdfast.sessions.runtime import Runtime
-from holdfast.sessions.store import new_session_id
 
 _FIELDS = [field.name for field in fields(TurnFields)]
 _AT_ONCE = 2  # files that come in; each is held in memory, whole

@@ -1,0 +1,195 @@
+"""From a tree of turns to samples. Changes nothing; the same tree and options always give the same samples.
+
+>>> from holdfast.chat.continuation import TemplateInputs
+>>> from holdfast.generation import Sampled
+>>> from holdfast.chats.tree import Tree
+>>> tree, reply = Tree(), {"role": "assistant", "content": "Hello"}
+>>> sampled = [
+...     Sampled(token=7, logprob=-0.5, sampling_logprob=-0.25),
+...     Sampled(token=2, logprob=-2.0, sampling_logprob=-1.0),
+... ]
+>>> node = tree.attach(
+...     tree.root,
+...     messages=[],
+...     reply=reply,
+...     root=TemplateInputs(),
+...     given=[1, 5, 6],
+...     sampled=sampled,
+...     finish_reason="stop",
+... )
+>>> (sample,) = assemble(tree, session=SessionFacts(group="greetings", reward=1.0)).samples
+>>> sample.tokens.tolist(), sample.loss_mask.tolist(), sample.rollout_log_probs.tolist()
+([1, 5, 6, 7, 2], [1, 1], [-0.25, -1.0])
+>>> sample.status.value, sample.reward, sample.logprob_kind
+('completed', 1.0, 'sampling')
+"""
+
+import json
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.chats.samples.certificate import certify
+from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start
+from holdfast.chats.samples.options import Options, SessionFacts
+from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
+from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan
+from holdfast.chats.tree import Node, Tree
+from holdfast.errors import SamplesUnusable
+
+Detokenize = Callable[[list[int]], str]
+_STATUS = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED, "": Status.ABORTED}
+
+
+def assemble(
+    tree: Tree,
+    options: Options | None = None,
+    session: SessionFacts | None = None,
+    *,
+    detokenize: Detokenize | None = None,
+    response_of: ResponseOf = no_response,
+) -> Export:
+    """The samples of a tree's tip, or of all its branches, each with its certificate.
+
+    `detokenize` makes the text of each response, `response_of` has its bytes, in which heavy payloads lie. Raises
+    SamplesUnusable where the record itself stands in the way.
+    """
+    options, session = options or Options(), session or SessionFacts()
+    paths = branches(tree) if options.branch == "all" else [tree.tip.path()]
+    summary = _plain(session.summary, "session_metadata")
+    seen: set[int] = set()
+    samples = []
+    for path in paths:
+        kept = cut(path, options.max_seq_len)
+        if kept is None or kept.nodes[-1].number in seen:  # cut down to what an earlier branch has
+            continue
+        turns = _turns(kept, seen, options.min_weight_version)
+        seen |= {node.number for node in kept.nodes}
+        left_out = len(path) - len(kept.nodes)
+        samples.append(
+            _sample(
+                kept,
+                turns,
+                num_left_out=left_out,
+                options=options,
+                session=session,
+                detokenize=detokenize,
+                response_of=response_of,
+            )
+        )
+    if samples:
+        return Export(samples=tuple(samples), session_metadata=summary)
+    was_sampled = any(node.sampled for path in paths for node in path)
+    reason = EmptyReason.ALL_TRUNCATED if was_sampled else EmptyReason.NO_RECORDS
+    return Export(session_metadata=summary, empty_reason=reason)
+
+
+def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[TurnSpan, ...]:
+    turns = []
+    for node in kept.nodes:
+        is_cut = kept.is_cut and node is kept.nodes[-1]
+        start = node.end - len(node.given) - len(node.sampled)
+        sampled_start = start + len(node.given)
+        turns.append(
+            TurnSpan(
+                number=node.number,
+                start=start,
+                sampled_start=sampled_start,
+                end=sampled_start + kept.last_sampled if is_cut else node.end,
+                finish_reason="length" if is_cut else node.finish_reason,
+                masked=masked(node, seen, min_weight_version),
+                is_cut=is_cut,
+                sampling=_plain(node.facts.sampling, f"the sampling parameters of turn {node.number}"),
+                logprob_kind=_logprobs(node)[1],
+                weight_versions=node.facts.weight_versions,
+                reward=_reward(node.reward),
+            )
+        )
+    return tuple(turns)
+
+
+def _sample(
+    kept: Kept,
+    turns: tuple[TurnSpan, ...],
+    *,
+    num_left_out: int,
+    options: Options,
+    session: SessionFacts,
+    detokenize: Detokenize | None,
+    response_of: ResponseOf,
+) -> Sample:
+    nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
+    tokens = np.concatenate([np.asarray(part, np.int64) for node in nodes for part in (node.given, node.sampled)])
+    trained = [_logprobs(node)[0] if turn.num_trained else None for node, turn in zip(nodes, turns, strict=True)]
+    has_both = all(_is_whole(node, node.sampling_logprobs) for node in nodes)
+    rewards = [turn.reward for turn in turns if turn.reward is not None]
+    is_truncated = kept.is_cut or num_left_out > 0
+    return certify(
+        Sample(
+            session_id=session.session_id,
+            branch=turns[-1].number,
+            status=Status.TRUNCATED if is_truncated else _STATUS.get(turns[-1].finish_reason, Status.COMPLETED),
+            num_left_out=num_left_out,
+            turns=turns,
+            tokens=tokens[:num_tokens],
+            loss_mask=loss_mask(turns),
+            rollout_log_probs=_spread(turns, trained),
+            logprobs=_spread(turns, [node.logprobs for node in nodes]),
+            sampling_logprobs=_spread(turns, [node.sampling_logprobs for node in nodes]) if has_both else None,
+            rollout_routed_experts=rows_of(
+                nodes, "routed_experts", num_tokens, num_layers=options.num_layers, response_of=response_of
+            ),
+            rollout_indexer_topk=rows_of(nodes, "indexer_topk", num_tokens, response_of=response_of),
+            response=detokenize(tokens[start:num_tokens].tolist()) if detokenize else "",
+            reward=_reward(session.reward) if session.reward is not None else math.fsum(rewards) if rewards else None,
+            **_plain({"group": session.group, "label": session.label}, "group and label"),
+            metadata=_plain({**session.metadata, **options.metadata}, "metadata"),
+        )
+    )
+
+
+def _spread(turns: tuple[TurnSpan, ...], values: "Sequence[array[float] | None]") -> Logprobs:
+    """Each turn's values on its sampled tokens, 0.0 elsewhere, from the first sampled token on."""
+    spread = np.zeros(turns[-1].end, np.float64)
+    for turn, numbers in zip(turns, values, strict=True):
+        if numbers is not None:
+            spread[turn.sampled_start : turn.end] = numbers[: turn.num_sampled]
+    return spread[response_start(turns) :]
+
+
+def _logprobs(node: Node) -> "tuple[array[float], str]":
+    """Those of the distribution that was sampled from, where they are on record, and which kind they are.
+
+    Where both series are the same numbers, only one was known, and the turn's facts say which.
+    """
+    if not _is_whole(node, node.logprobs):
+        raise SamplesUnusable(
+            f"turn {node.number} has no finite logprob for each of its {len(node.sampled)} tokens", reason="logprobs"
+        )
+    kind = str(node.facts.logprob_kind)
+    if kind != "sampling" and node.sampling_logprobs != node.logprobs and _is_whole(node, node.sampling_logprobs):
+        return node.sampling_logprobs, "sampling"
+    return node.logprobs, kind
+
+
+def _is_whole(node: Node, logprobs: "array[float]") -> bool:
+    return len(logprobs) == len(node.sampled) and all(map(math.isfinite, logprobs))
+
+
+def _reward(reward: float | None) -> float | None:
+    if reward is not None and not math.isfinite(reward):
+        raise SamplesUnusable(f"a reward is {reward}, which trains nothing", reason="reward")
+    return None if reward is None else float(reward)
+
+
+def _plain(value: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """As JSON has it, so that every format gives the same back."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise SamplesUnusable(f"{what}: not JSON: {exc}", reason="metadata") from exc

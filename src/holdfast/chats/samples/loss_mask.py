@@ -1,0 +1,76 @@
+"""Which turns a sample holds, which of them it trains, and what that is as a mask. No I/O, no format."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.chats.samples.sample import Mask, Masked, TurnSpan, version_number
+from holdfast.chats.tree import Node, Tree
+from holdfast.errors import SamplesUnusable
+
+
+class Kept(NamedTuple):
+    """The turns of a branch that a sample may hold, from the first on. `last_sampled`: how much of the last one."""
+
+    nodes: list[Node]
+    last_sampled: int
+    is_cut: bool  # the last turn is not whole
+
+
+def branches(tree: Tree) -> list[list[Node]]:
+    """All paths from the first turn to a leaf: depth first, siblings by number.
+
+    So the order never changes as the tree grows, and neither does the branch that comes first at any node.
+    """
+    paths = [node.path() for node in tree.nodes if not node.children]
+    return sorted(paths, key=lambda path: [node.number for node in path])
+
+
+def cut(path: Sequence[Node], max_seq_len: int | None) -> Kept | None:
+    """What of a branch fits into `max_seq_len` tokens; None where nothing sampled does.
+
+    A turn that crosses the limit is left out whole, so what a turn says of its end stays true. Only where nothing
+    sampled would be left is the first turn that has any shortened, and then it says that it ended by length.
+    """
+    whole = [node for node in path if max_seq_len is None or node.end <= max_seq_len]
+    if any(node.sampled for node in whole):
+        return Kept(whole, len(whole[-1].sampled), False)
+    if max_seq_len is None or len(whole) == len(path):
+        return None
+    crossing = path[len(whole)]
+    room = max_seq_len - (crossing.end - len(crossing.sampled))
+    return Kept([*whole, crossing], room, True) if room > 0 and crossing.sampled else None
+
+
+def masked(node: Node, already_trained: Collection[int], min_weight_version: int | None) -> Masked:
+    """Whether a turn is trained, and if not, why. What cannot be decided is an error."""
+    if node.number in already_trained:
+        return Masked.SHARED
+    if min_weight_version is None or not node.sampled:
+        return Masked.NO
+    for version in node.facts.weight_versions:
+        number = version_number(version)
+        if number is None:
+            has = f"weight version {version!r}" if version else "no weight version"
+            raise SamplesUnusable(
+                f"turn {node.number} has {has}: it cannot be compared with min_weight_version {min_weight_version}",
+                reason="weight_version",
+            )
+        if number < min_weight_version:
+            return Masked.STALE
+    return Masked.NO
+
+
+def response_start(turns: Sequence[TurnSpan]) -> int:
+    """Where the first sampled token stands; the end where there is none."""
+    return next((turn.sampled_start for turn in turns if turn.num_sampled), turns[-1].end if turns else 0)
+
+
+def loss_mask(turns: Sequence[TurnSpan]) -> Mask:
+    """1 on the sampled tokens of turns that are trained, from the first sampled token of all on."""
+    mask = np.zeros(turns[-1].end if turns else 0, np.uint8)
+    for turn in turns:
+        if turn.num_trained:
+            mask[turn.sampled_start : turn.end] = 1
+    return mask[response_start(turns) :]

@@ -1,0 +1,139 @@
+"""Routed experts and indexer choices as upstreams give them, put together for a whole branch.
+
+A turn's payload has one row for each position that was computed: all of the turn's context up to, not including,
+its last token (`full`), or only those that its ancestors do not have (`additional`). Text is a nested JSON list, or
+base64 of a .npy file (vLLM), or base64 of int32 without a shape (SGLang).
+"""
+
+import base64
+import io
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.chats.samples.sample import Rows
+from holdfast.chats.tree import Node
+from holdfast.errors import SamplesUnusable
+
+Field = Literal["routed_experts", "indexer_topk"]
+_NPY = b"\x93NUMPY"
+_INT32 = np.iinfo(np.int32)
+
+
+ResponseOf = Callable[[Node], bytes]
+
+
+def no_response(node: Node) -> bytes:
+    raise SamplesUnusable(f"the response of turn {node.number} is not at hand", reason="responses")
+
+
+class _Piece(NamedTuple):
+    start: int
+    rows: Rows
+
+
+def rows_of(
+    nodes: Sequence[Node],
+    field: Field,
+    num_tokens: int,
+    *,
+    num_layers: int | None = None,
+    response_of: ResponseOf = no_response,
+) -> Rows | None:
+    """One row for each of the first `num_tokens - 1` positions; None where no turn has a payload.
+
+    Rows that came without a shape are [layers, topk] where `num_layers` is known and flat otherwise. `response_of` is
+    asked for the bytes of a turn that tells its payload by a place in them.
+    """
+    pieces: list[_Piece] = []
+    covered = 0
+    shape: tuple[int, ...] | None = None
+    for node in nodes:
+        text = _text(node, field, response_of)
+        if text is None:
+            continue
+        last = node.end - 1
+        rows = _shaped(_values(text, node, field), shape, node, field, num_layers=num_layers)
+        start = last - len(rows)
+        if not 0 <= start <= covered:
+            raise _unusable(
+                node, field, f"has {len(rows)} rows; {last} positions were computed and {covered} known before"
+            )
+        if len(rows):
+            shape = rows.shape[1:]
+        while pieces and pieces[-1].start >= start:
+            pieces.pop()
+        pieces.append(_Piece(start, rows))
+        covered = last
+    if shape is None:
+        return None
+    if covered < num_tokens - 1:
+        raise _unusable(nodes[-1], field, f"ends at position {covered}; {num_tokens - 1} were computed")
+    merged = np.zeros((num_tokens - 1, *shape), np.int32)
+    for piece in pieces:  # each reaches further than those before and replaces what they said from its start on
+        merged[piece.start : piece.start + len(piece.rows)] = piece.rows[: max(0, num_tokens - 1 - piece.start)]
+    return merged
+
+
+def _text(node: Node, field: Field, response_of: ResponseOf) -> str | None:
+    said = node.facts.routed_experts if field == "routed_experts" else node.facts.indexer_topk
+    if said is None or isinstance(said, str):
+        return said
+    start, end = said
+    content = response_of(node)[start:end]
+    try:
+        return content.decode() if content.startswith(b"[") else msgspec.json.decode(content, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise _unusable(node, field, f"is not in the response at {start}: {exc}") from exc
+
+
+def _shaped(
+    values: NDArray[np.int32], shape: tuple[int, ...] | None, node: Node, field: Field, *, num_layers: int | None
+) -> Rows:
+    """`values` as rows of the shape that earlier turns had; without any, as one for each computed position."""
+    if values.ndim > 1:
+        if shape is not None and values.shape[1:] != shape:
+            raise _unusable(node, field, f"has rows of shape {list(values.shape[1:])}, earlier turns {list(shape)}")
+        return values
+    last = node.end - 1
+    width = int(np.prod(shape)) if shape is not None else values.size // max(1, last)
+    num_rows = values.size // width if width else 0
+    if num_rows * width != values.size or (shape is None and num_rows != (last if width else 0)):
+        raise _unusable(node, field, f"has {values.size} values, which do not make rows for {last} positions")
+    if shape is None:
+        shape = (width,)
+        if num_layers and field == "routed_experts":
+            if width % num_layers:
+                raise _unusable(node, field, f"has {width} values a position, not a multiple of {num_layers} layers")
+            shape = (num_layers, width // num_layers)
+    return values.reshape(num_rows, *shape)
+
+
+def _values(text: str, node: Node, field: Field) -> NDArray[np.int32]:
+    try:
+        values = _decoded(text)
+    except (ValueError, RecursionError, EOFError) as exc:
+        raise _unusable(node, field, f"cannot be read: {exc}") from exc
+    if values.size and not np.issubdtype(values.dtype, np.integer):
+        raise _unusable(node, field, f"holds {values.dtype}, not integers")
+    if values.size and not (_INT32.min <= values.min() and values.max() <= _INT32.max):
+        raise _unusable(node, field, "holds numbers beyond 32 bits")
+    return values.astype(np.int32)
+
+
+def _decoded(text: str) -> NDArray[Any]:
+    if text.startswith("["):
+        return np.asarray(json.loads(text))
+    raw = base64.b64decode(text, validate=True)
+    if raw.startswith(_NPY):
+        loaded: NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
+        return loaded
+    return np.frombuffer(raw, "<i4")
+
+
+def _unusable(node: Node, field: Field, what: str) -> SamplesUnusable:
+    return SamplesUnusable(f"the {field} of turn {node.number}: it {what}", reason=field)

@@ -1,0 +1,154 @@
+"""Around every request: an id, a key, a size limit, one error table, one count, one line in the access log."""
+
+import email.utils
+import logging
+import re
+import secrets
+import time
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.config import ServeConfig
+from holdfast.errors import HoldfastError, PayloadTooLarge
+from holdfast.observability.metrics import Metrics
+from holdfast.serving.http.error_response import response_for
+from holdfast.serving.http.event_stream import ClientGone
+from holdfast.serving.keys import Keys
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("holdfast.access")
+
+OPEN_PATHS = ("/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
+IMPORT_PATH = "/sessions/import"
+STATELESS_PATHS = ("/v1/chat/completions", "/v1/completions")
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_GONE = 499  # what nginx calls a client that left
+
+
+class HttpMiddleware:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, keys: Keys, metrics: Metrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._limit = _Limit(config.max_body_mb, "the request body", "--max-body-mb")
+        self._import_limit = _Limit(config.max_session_mb, "the session file", "--max-session-mb")
+        self._logs_bodies = config.log_prompts
+        self._is_plain = config.compat == "miles"
+        self._deprecation: dict[str, str] = {}
+        if config.deprecation_headers:
+            sunset = datetime.fromisoformat(config.sunset).replace(tzinfo=UTC)
+            self._deprecation = {
+                "deprecation": "true",
+                "sunset": email.utils.format_datetime(sunset, usegmt=True),
+                "link": '</sessions>; rel="successor-version"',
+            }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        call = _Call(scope, receive, send, self._deprecation if scope["path"] in STATELESS_PATHS else {})
+        started = time.perf_counter()
+        try:
+            await self._guarded(call)
+        except (ClientGone, ClientDisconnect):
+            call.status = call.status or _GONE
+        except Exception as exc:  # noqa: BLE001 - every request gets an answer
+            await self._refuse(call, exc)
+        finally:
+            duration = time.perf_counter() - started
+            route = getattr(scope.get("endpoint"), "__name__", "none")
+            self._metrics.http_requests.labels(route, str(call.status or _GONE)).inc()
+            self._metrics.http_duration.observe(duration)
+            if access.isEnabledFor(logging.INFO):
+                access.info(msgspec.json.encode(self._line(call, route, duration)).decode())
+
+    async def _guarded(self, call: "_Call") -> None:
+        headers = Headers(scope=call.scope)
+        if call.scope["path"] not in OPEN_PATHS:
+            call.scope["holdfast.owner"] = self._keys.owner_of(headers.get("authorization"))
+        length = headers.get("content-length", "")
+        limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
+        if length.isdigit():
+            limit.check(int(length))
+        await self._app(call.scope, self._limited(call, limit), call.send)
+
+    def _limited(self, call: "_Call", limit: "_Limit") -> Receive:
+        received = 0
+        is_logged = self._logs_bodies and limit is self._limit  # session files are no text
+
+        async def receive() -> Message:
+            nonlocal received
+            message = await call.receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                limit.check(received)
+                if is_logged:
+                    call.body += message.get("body", b"")
+            return message
+
+        return receive
+
+    async def _refuse(self, call: "_Call", exc: Exception) -> None:
+        if call.status:  # too late for an answer: end the connection instead of pretending that all went well
+            raise exc
+        response = response_for(exc, is_plain=self._is_plain)
+        if response.status_code == 500 and not isinstance(exc, HoldfastError):
+            logger.error("%s %s failed", call.scope["method"], call.scope["path"], exc_info=exc)
+        await response(call.scope, call.receive, call.send)
+
+    def _line(self, call: "_Call", route: str, duration_s: float) -> dict[str, Any]:
+        line = {
+            "request_id": call.request_id,
+            "method": call.scope["method"],
+            "path": call.scope["path"],
+            "route": route,
+            "status": call.status or _GONE,
+            "duration_ms": round(duration_s * 1000, 1),
+            "owner": call.scope.get("holdfast.owner"),
+            "client": (call.scope.get("client") or [None])[0],
+        }
+        return line | ({"body": call.body.decode(errors="replace")} if self._logs_bodies else {})
+
+
+class _Limit(NamedTuple):
+    """How large something may be, and which setting says so."""
+
+    num_mb: int
+    what: str
+    flag: str
+
+    def check(self, num_bytes: int) -> None:
+        if num_bytes > self.num_mb << 20:
+            raise PayloadTooLarge(f"{self.what} is larger than {self.num_mb} MB ({self.flag})")
+
+
+class _Call:
+    """One request and what is known of its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, extra: dict[str, str]) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        self.request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        self.scope = scope
+        self.receive = receive
+        self.status = 0
+        self.body = b""
+        self._send = send
+        self._extra = extra | {"x-request-id": self.request_id}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message).update(self._extra)
+        await self._send(message)
+
+
+def owner_of(request: Request) -> str:
+    owner: str = request.scope["holdfast.owner"]
+    return owner

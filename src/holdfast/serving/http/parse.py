@@ -1,0 +1,220 @@
+"""From a decoded body to what is asked of the model: sampling, prompt, tools, grammar."""
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.messages import read_messages
+from holdfast.chats.events import ChatRequest
+from holdfast.errors import InvalidArgument
+from holdfast.generation import Constraint, SamplingParams
+from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, RelayedChat, Sampling, Tool
+from holdfast.sessions.ports import ModelInfo
+
+_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_MAX_PROMPTS = 64
+_MAX_VARIABLES = 64
+
+
+async def chat_request(
+    body: ChatCompletion,
+    chat: ChatModel,
+    model: ModelInfo,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    num_bytes: int = 0,
+) -> ChatRequest:
+    """Everything that is asked of one chat turn; grammars are compiled off the event loop."""
+    tools = _tools(body.tools or [])
+    callable_tools = _callable(body, tools)
+    return ChatRequest(
+        messages=read_messages(body.messages),
+        params=sampling_params(
+            body,
+            model,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            top_logprobs=_top_logprobs(body),
+            constraint=await _constraint(body, callable_tools, chat),
+            eos_token_ids=chat.continuation.stop_token_ids,
+        ),
+        tools=tools,
+        callable_tools=callable_tools,
+        variables=_variables(body.chat_template_kwargs or {}, chat),
+        stop=stop_strings(body),
+        may_truncate=body.truncation == "auto",
+        body=fields or {},
+        num_bytes=num_bytes,
+    )
+
+
+def relayed_request(body: RelayedChat, chat: ChatModel, *, fields: Mapping[str, Any], num_bytes: int) -> ChatRequest:
+    """What is asked of a turn that an upstream samples: how, is for it to read in `fields`."""
+    return ChatRequest(
+        messages=read_messages(body.messages),
+        params=SamplingParams(seed=0),
+        tools=tuple(body.tools or ()),
+        variables=_variables(body.chat_template_kwargs or {}, chat),
+        body=fields,
+        num_bytes=num_bytes,
+    )
+
+
+def sampling_params(
+    body: Sampling,
+    model: ModelInfo,
+    *,
+    max_tokens: int | None,
+    eos_token_ids: frozenset[int],
+    top_logprobs: int = 0,
+    constraint: Constraint | None = None,
+) -> SamplingParams:
+    """OpenAI's defaults. Without a limit of its own a reply may fill the window once."""
+    params = SamplingParams(
+        seed=_seed(body.seed),
+        max_tokens=max_tokens or model.recent,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
+        stop_token_ids=frozenset(checked_ids(body.stop_token_ids or [], "stop_token_ids", model)),
+        eos_token_ids=eos_token_ids,
+        top_logprobs=top_logprobs,
+        constraint=constraint,
+    )
+    params.check_vocabulary(model.vocab_size)
+    return params
+
+
+def prompts(body: Completion, chat: ChatModel, model: ModelInfo) -> list[list[int]]:
+    """The prompts of a text completion: one or several, as text or as ids."""
+    raw = body.prompt
+    many: Sequence[Any] = [raw] if isinstance(raw, str) or all(type(item) is int for item in raw) else raw
+    if not raw or len(many) > _MAX_PROMPTS:
+        raise InvalidArgument(f"prompt must hold 1 to {_MAX_PROMPTS} prompts, none of them empty", param="prompt")
+    return [
+        _prompt(item, f"prompt[{index}]" if many is raw else "prompt", chat, model) for index, item in enumerate(many)
+    ]
+
+
+def _prompt(raw: Any, where: str, chat: ChatModel, model: ModelInfo) -> list[int]:
+    if isinstance(raw, str):
+        ids = chat.tokenizer.encode(raw)
+    elif isinstance(raw, list) and all(type(token) is int for token in raw):
+        ids = raw
+    else:
+        raise InvalidArgument(f"{where} must be text or a list of token ids", param=where)
+    if not ids:
+        raise InvalidArgument(f"{where} is empty", param=where)
+    return checked_ids(ids, where, model)
+
+
+def checked_ids(ids: list[int], where: str, model: ModelInfo) -> list[int]:
+    for token in ids:
+        if not 0 <= token < model.vocab_size:
+            raise InvalidArgument(
+                f"{where}: token id {token} is outside the vocabulary of {model.vocab_size}", param=where
+            )
+    return ids
+
+
+def stop_strings(body: Sampling) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(63)
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidArgument("seed must fit 64 bits", param="seed")
+    return seed % 2**64
+
+
+def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    biases = {}
+    for key, bias in raw.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise InvalidArgument(f"logit_bias.{key} is not a token id of this model", param=f"logit_bias.{key}")
+        biases[int(key)] = bias
+    return biases
+
+
+def _top_logprobs(body: ChatCompletion) -> int:
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidArgument("top_logprobs needs logprobs: true", param="top_logprobs")
+    return body.top_logprobs or 0
+
+
+def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
+    if len(given) > _MAX_VARIABLES:
+        where = "chat_template_kwargs"
+        raise InvalidArgument(f"{where} may hold at most {_MAX_VARIABLES} variables, got {len(given)}", param=where)
+    for name in given:
+        if name in _RESERVED or not name.isidentifier():
+            where = f"chat_template_kwargs.{name}"
+            raise InvalidArgument(f"{where} is not a variable that a request may set", param=where)
+    return {**chat.variables, **given}
+
+
+def _tools(raw: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+    names = [tool.function.name for tool in raw]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            where = f"tools[{index}].function.name"
+            raise InvalidArgument(f"{where} repeats {name!r}", param=where)
+    return tuple(_without_nulls(msgspec.to_builtins(tool)) for tool in raw)
+
+
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool | {"function": {key: value for key, value in tool["function"].items() if value is not None}}
+
+
+def _callable(body: ChatCompletion, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    choice = body.tool_choice
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return ()
+    if not tools:
+        raise InvalidArgument("tool_choice needs tools", param="tool_choice")
+    if isinstance(choice, NamedTool):
+        named = tuple(tool for tool in tools if tool["function"]["name"] == choice.function.name)
+        if not named:
+            raise InvalidArgument(
+                f"tool_choice.function.name: {choice.function.name!r} is not among tools",
+                param="tool_choice.function.name",
+            )
+        return named
+    return tools
+
+
+async def _constraint(
+    body: ChatCompletion, callable_tools: tuple[dict[str, Any], ...], chat: ChatModel
+) -> Constraint | None:
+    must_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    kind = body.response_format.type if body.response_format else "text"
+    if kind == "text" and not must_call:
+        return None
+    if must_call and kind != "text":
+        raise InvalidArgument("response_format and a forced tool call exclude each other", param="response_format")
+    if must_call:
+        is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
+        return await asyncio.to_thread(chat.forced_call, callable_tools, is_one=is_one)
+    if kind == "json_object":
+        return await asyncio.to_thread(chat.grammars.json_object)
+    assert body.response_format is not None
+    if body.response_format.json_schema is None or body.response_format.json_schema.schema is None:
+        where = "response_format.json_schema.schema"
+        raise InvalidArgument(f"{where} is required", param=where)
+    return await asyncio.to_thread(chat.grammars.json_schema, body.response_format.json_schema.schema)

@@ -1,0 +1,216 @@
+"""Both doors in one process under one lifecycle: start, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from holdfast.chat.chat_model import ChatModel
+from holdfast.config import ChatConfig, ServeConfig
+from holdfast.errors import ConfigError, EngineDied, HoldfastError
+from holdfast.observability.metrics import Metrics
+from holdfast.serving.grpc import GrpcDoor, create_server
+from holdfast.serving.http import Upstream, create_app
+from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
+from holdfast.serving.storage import Storage, open_storage
+from holdfast.sessions.journal.base import Journal
+from holdfast.sessions.ports import ServedBackend
+from holdfast.sessions.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.25
+_PURGE_INTERVAL_S = 3600.0
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddresses:
+    """Where a running server listens."""
+
+    grpc: str
+    http: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What the HTTP door needs to speak OpenAI."""
+
+    model: ChatModel
+    config: ChatConfig
+    upstream: Upstream | None = None
+
+
+async def serve(
+    backend: ServedBackend,
+    config: ServeConfig,
+    metrics: Metrics,
+    chat: Chat | None = None,
+    on_ready: Callable[[ServerAddresses], None] = lambda doors: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then drain: admit nothing new, let running work end, stop."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    async with running(backend, config, metrics, chat) as doors:
+        on_ready(doors)
+        await stopping.wait()
+        logger.info("draining")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    backend: ServedBackend, config: ServeConfig, metrics: Metrics, chat: Chat | None = None
+) -> AsyncIterator[ServerAddresses]:
+    """A whole server for as long as the context lasts; leaving it drains."""
+    keys = read_keys(config.keys_file)
+    addresses = [address for address in (config.grpc, config.http) if address]
+    for address in addresses:
+        check_bind(address, keys, insecure=config.insecure)
+    opening = open_storage(config, metrics, backend.model)
+    storage = await asyncio.to_thread(opening.__enter__)
+    try:
+        runtime = Runtime(
+            backend,
+            idle_ttl_s=config.idle_ttl_s,
+            journal=storage.journal,
+            snapshots=storage.snapshots,
+            max_parked=config.max_parked,
+            metrics=metrics,
+        )
+        for session in storage.stored:
+            runtime.restore(session)
+        async with _doors(backend, runtime, config, chat=chat, storage=storage, keys=keys) as doors:
+            yield doors
+    finally:
+        await storage.journal.close()
+        opening.__exit__(None, None, None)
+
+
+@contextlib.asynccontextmanager
+async def _doors(
+    backend: ServedBackend,
+    runtime: Runtime,
+    config: ServeConfig,
+    *,
+    chat: Chat | None,
+    storage: Storage,
+    keys: Keys,
+) -> AsyncIterator[ServerAddresses]:
+    is_draining = False
+    http = None
+    backend.start()
+    try:
+        await backend.prepare()  # what it finds out about the model, the doors tell
+        door = create_server(runtime, config, keys)
+        if config.http:
+            app = create_app(
+                runtime,
+                config,
+                chat=chat.model if chat else None,
+                chat_config=chat.config if chat else None,
+                upstream=chat.upstream if chat else None,
+                stored=storage.stored,
+                keys=keys,
+                not_ready=lambda: "draining" if is_draining else storage.journal.health,
+            )
+            http = _http_server(app, config)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections need not walk through it
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(runtime.reap()),
+                group.create_task(_watch(backend, runtime.metrics)),
+                group.create_task(_purge(storage.journal, config.retain_days)),
+            ]
+            if http:
+                group.create_task(http.server.serve(sockets=[http.socket]))
+            await door.start()
+            try:
+                yield ServerAddresses(_shown(config.grpc, door.port), http.address if http else None)
+            finally:
+                is_draining = True
+                await _drain(runtime, door, config.drain_s)
+                if http:
+                    http.server.should_exit = True
+                for task in tasks:
+                    task.cancel()
+        if config.data_dir:
+            await runtime.park_all()
+    finally:
+        if http:
+            http.socket.close()
+        await asyncio.to_thread(backend.stop)
+
+
+async def _purge(journal: Journal, retain_days: int) -> None:
+    """Forget closed sessions in due time."""
+    while retain_days:
+        with contextlib.suppress(HoldfastError):  # a journal that cannot be written now is told elsewhere
+            await journal.purge(time.time() - retain_days * _DAY_S)
+        await asyncio.sleep(_PURGE_INTERVAL_S)
+
+
+async def _drain(runtime: Runtime, door: GrpcDoor, drain_s: float) -> None:
+    await door.set_serving(False)
+    if not await runtime.drain(drain_s):
+        logger.warning("some generations were still running after %g s and are cancelled", drain_s)
+    await door.stop(grace_s=0.5)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process that serves both doors."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _HttpServer:
+    server: uvicorn.Server
+    socket: socket.socket
+    address: str
+
+
+def _http_server(app: ASGIApp, config: ServeConfig) -> _HttpServer:
+    host, port = split_address(config.http)
+    try:
+        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on {config.http}: {exc.strerror}; choose another --http") from exc
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small answers do not wait for an acknowledgement
+    settings = uvicorn.Config(
+        app,
+        http="h11",  # another parser, where one is installed, would refuse other requests, and not in our words
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,  # draining is over by then
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
+    )
+    return _HttpServer(_Uvicorn(settings), bound, _shown(config.http, bound.getsockname()[1]))
+
+
+def _shown(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _watch(backend: ServedBackend, metrics: Metrics) -> None:
+    """Measure how late the loop runs; end the server where its engine has died, for a supervisor to restart."""
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+        metrics.event_loop_lag.observe(max(0.0, time.perf_counter() - started - _WATCH_INTERVAL_S))
+        if backend.failure is not None:
+            raise EngineDied(f"the engine died: {type(backend.failure).__name__}: {backend.failure}")

@@ -1,0 +1,242 @@
+"""Entries to rows. Runs in the writer's thread, inside its transaction; heavy bytes go to the segments."""
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from holdfast.errors import StorageUnavailable
+from holdfast.sessions.journal import rows
+from holdfast.sessions.journal.encoding import checksum_of, packed, row_checksum
+from holdfast.sessions.journal.entries import (
+    Entry,
+    ForkedFrom,
+    HistoryRewound,
+    Pinned,
+    Rewarded,
+    SessionClosed,
+    SessionOpened,
+    SessionPurged,
+    TokensGiven,
+    TokensSampled,
+    TurnDelivered,
+    TurnFields,
+    TurnRecorded,
+)
+from holdfast.sessions.journal.insert_batch import Pending
+from holdfast.sessions.journal.segments import Segments
+
+_INLINE_BYTES = 64 * 1024  # longer bodies go to the segments
+_DELIVERED = checksum_of(None, 0) ^ checksum_of(None, 1)  # what delivering adds to the sum of a turn without a reward
+
+
+class Recorder:
+    """Mutates the database and the segments; whoever calls begins, commits and rolls back both.
+
+    Call `flush` before a commit and `discard` after a rollback: turns and spans are collected until then.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, segments: Segments) -> None:
+        self._connection = connection
+        self._segments = segments
+        self._pending = Pending(connection)
+        self._delivered: list[tuple[str, int]] = []
+        self._last_step: int | None = None
+        self._last_body: int | None = None
+
+    def record(self, entry: Entry) -> None:
+        match entry:
+            case SessionOpened():
+                self._open(entry)
+            case TokensGiven():
+                self._span(entry.session_id, "given", tokens=packed(entry.tokens))
+            case TokensSampled():
+                self._span(
+                    entry.session_id,
+                    "continued" if entry.continues else "sampled",
+                    tokens=packed(entry.tokens),
+                    logprobs=packed(entry.logprobs),
+                    sampling_logprobs=packed(entry.sampling_logprobs),
+                    stop_reason=entry.stop_reason,
+                )
+            case HistoryRewound():
+                self._span(entry.session_id, "rewound", length=entry.length)
+            case TurnRecorded():
+                self._turn(entry, self._body(entry.request), self._body(entry.response))
+            case TurnDelivered():
+                self._delivered.append((entry.session_id, entry.number))
+            case Rewarded(turn=None):
+                self._change_session(entry.session_id, reward=entry.reward + 0.0)
+            case Rewarded(turn=int(number)):
+                self.flush()
+                self._change_turn(entry.session_id, number, reward=entry.reward + 0.0)
+            case Pinned():
+                self._change_session(entry.session_id, sink=entry.sink)
+            case SessionClosed():
+                self._change_session(entry.session_id, closed_why=entry.why, closed_at=float(entry.at) + 0.0)
+            case SessionPurged():
+                self.flush()
+                self._purge(entry.session_id)
+
+    def flush(self) -> None:
+        """Everything that was recorded is in the database."""
+        self._pending.flush()
+        delivered, self._delivered = self._delivered, []
+        if delivered:
+            self._deliver(delivered)
+
+    def discard(self) -> None:
+        """What was recorded and not committed is forgotten."""
+        self._pending.clear()
+        self._delivered.clear()
+
+    def _open(self, entry: SessionOpened) -> None:
+        fields = (
+            entry.session_id,
+            entry.number,
+            entry.owner,
+            entry.kind,
+            entry.label,
+            entry.group,
+            json.dumps(dict(entry.metadata)),
+            entry.pin_tokens,
+            json.dumps(entry.eos_token_ids),
+            float(entry.created_at) + 0.0,  # -0.0 comes back as 0.0
+            json.dumps([entry.forked_from.session_id, entry.forked_from.turns]) if entry.forked_from else None,
+        )
+        state = (entry.sink, None, None, None)
+        values = (*fields, row_checksum(fields, state), *state)
+        self._connection.execute(f"INSERT INTO sessions VALUES ({', '.join('?' * len(values))})", values)
+        if entry.forked_from:
+            self.flush()
+            self._copy_turns(entry.forked_from, entry.session_id)
+
+    def _copy_turns(self, source: ForkedFrom, session_id: str) -> None:
+        for index, number in enumerate(source.turns):
+            row = self._connection.execute(f"{rows.TURNS} AND number = ?", (source.session_id, number)).fetchone()
+            if row is None:
+                raise LookupError(f"session {source.session_id} has no turn {number} on record")
+            stored, request, response = rows.turn_of(row)
+            if stored is None:
+                raise StorageUnavailable(f"turn {number} of session {source.session_id} is damaged")
+            turn = replace(
+                stored,
+                session_id=session_id,
+                number=index + 1,
+                parent=index,
+                ticket_key="",
+                body_hash=b"",
+                num_control=0,
+            )
+            self._turn(turn, request, response, reward=stored.reward, is_delivered=stored.is_delivered)
+
+    def _turn(
+        self, turn: TurnFields, request: int, response: int, *, reward: float | None = None, is_delivered: bool = False
+    ) -> None:
+        fields = (
+            turn.session_id,
+            turn.number,
+            turn.parent,
+            turn.messages,
+            turn.reply,
+            turn.root,
+            packed(turn.given),
+            packed(turn.sampled),
+            packed(turn.logprobs),
+            packed(turn.sampling_logprobs),
+            turn.finish_reason,
+            turn.facts,
+            turn.ticket_key,
+            turn.body_hash,
+            turn.num_control,
+            self._next_step(),
+            request,
+            response,
+        )
+        state = (reward, int(is_delivered))
+        self._pending.add("turns", *fields, row_checksum(fields, state), *state)
+
+    def _span(
+        self,
+        session_id: str,
+        kind: str,
+        *,
+        length: int = 0,
+        tokens: bytes = b"",
+        logprobs: bytes = b"",
+        sampling_logprobs: bytes = b"",
+        stop_reason: str | None = None,
+    ) -> None:
+        fields = (self._next_step(), session_id, kind, length, tokens, logprobs, sampling_logprobs, stop_reason)
+        self._pending.add("spans", *fields, row_checksum(fields))
+
+    def _body(self, content: bytes) -> int:
+        """The id of the row that has the bytes, or says where they are."""
+        number = self._next_body()
+        facts = (len(content), checksum_of(content))
+        if len(content) > _INLINE_BYTES:
+            self._pending.add("bodies", number, *self._segments.append(content), *facts, None)
+        else:
+            self._pending.add("bodies", number, None, None, *facts, content)
+        return number
+
+    def _deliver(self, turns: Sequence[tuple[str, int]]) -> None:
+        """As `_change_turn`, in one call for all of which nothing else has changed: nearly always."""
+        cursor = self._connection.executemany(
+            f"UPDATE turns SET is_delivered = 1, checksum = (checksum | {_DELIVERED}) - (checksum & {_DELIVERED})"
+            " WHERE session = ? AND number = ? AND is_delivered = 0 AND reward IS NULL",
+            turns,
+        )
+        if cursor.rowcount != len(turns):
+            for session_id, number in turns:
+                self._change_turn(session_id, number, is_delivered=1)
+
+    def _purge(self, session_id: str) -> None:
+        bodies = self._connection.execute(
+            "SELECT request FROM turns WHERE session = ?1 UNION SELECT response FROM turns WHERE session = ?1",
+            (session_id,),
+        ).fetchall()
+        self._connection.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+        self._connection.executemany(  # a fork may still need them
+            "DELETE FROM bodies WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM turns WHERE request = ?1)"
+            " AND NOT EXISTS (SELECT 1 FROM turns WHERE response = ?1)",
+            bodies,
+        )
+
+    def _next_step(self) -> int:
+        """Spans and turns share one count, so that their order is on record. What is rolled back leaves a gap."""
+        if self._last_step is None:
+            self._last_step = max(self._highest("step", "spans"), self._highest("step", "turns"))
+        self._last_step += 1
+        return self._last_step
+
+    def _next_body(self) -> int:
+        if self._last_body is None:
+            self._last_body = self._highest("id", "bodies")
+        self._last_body += 1
+        return self._last_body
+
+    def _highest(self, column: str, table: str) -> int:
+        return int(self._connection.execute(f"SELECT ifnull(max({column}), 0) FROM {table}").fetchone()[0])
+
+    def _change_session(self, session_id: str, **changes: object) -> None:
+        self._change("sessions", rows.SESSION_STATE, changes, "id = ?", session_id)
+
+    def _change_turn(self, session_id: str, number: int, **changes: object) -> None:
+        self._change("turns", rows.TURN_STATE, changes, "session = ? AND number = ?", session_id, number)
+
+    def _change(self, table: str, columns: Sequence[str], changes: Mapping[str, Any], where: str, *key: object) -> None:
+        """Set what may change of a row, and its sum with it: a row that was damaged before stays so."""
+        row = self._connection.execute(
+            f"SELECT checksum, {', '.join(columns)} FROM {table} WHERE {where}", key
+        ).fetchone()
+        if row is None:
+            raise LookupError(f"not on record: {' '.join(map(str, key))}")
+        checksum, *before = row
+        after = [changes.get(column, value) for column, value in zip(columns, before, strict=True)]
+        checksum ^= checksum_of(*before) ^ checksum_of(*after)
+        assignments = ", ".join(f"{column} = ?" for column in columns)
+        self._connection.execute(
+            f"UPDATE {table} SET checksum = ?, {assignments} WHERE {where}", (checksum, *after, *key)
+        )

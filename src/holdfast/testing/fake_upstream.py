@@ -1,0 +1,213 @@
+"""Strict fakes of SGLang and vLLM on real sockets. They speak the documented wire format, refuse with 400 what the
+real ones would and what lacks a field that we must force, and misbehave when told to.
+
+    async with FakeSGLang() as upstream:
+        upstream.faults.append(Fault(edit=lambda reply: reply["choices"].clear()))
+        ...  # upstream.url, upstream.requests
+"""
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+from holdfast.testing.fake_model import Drawn, FakeModel
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What goes wrong with one reply; the fakes take the next one from their queue."""
+
+    edit: Callable[[Json], Any] | None = None  # changes the reply in place; its result, if any, is sent instead
+    body: bytes | None = None  # sent instead of the reply
+    status: int = 0  # sent instead of the reply's own
+    headers: Mapping[str, str] = field(default_factory=dict)
+    is_hanging: bool = False  # never answers
+    drops: str = ""  # "before" the reply, or in its "middle"
+    ends_after: int | None = None  # a stream stops, cleanly, after so many events
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Json:
+        content: Json = json.loads(self.body)
+        return content
+
+
+class Refused(Exception):
+    """A request that the real server would not take."""
+
+
+def need(condition: object, why: str) -> None:
+    if not condition:
+        raise Refused(why)
+
+
+class FakeUpstream(ABC):
+    """A server on a free port of the loopback for as long as the context lasts."""
+
+    def __init__(
+        self, model: FakeModel | None = None, *, key: str = "", delay_s: float = 0.0, routed_experts: Any = None
+    ) -> None:
+        self.model = model or FakeModel()
+        self.key = key
+        self.delay_s = delay_s  # before each sampled token
+        self.routed_experts = routed_experts
+        self.faults: deque[Fault] = deque()
+        self.requests: list[Seen] = []
+        self.num_running = 0
+        self.num_left = 0  # clients that went away before their reply was there
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+
+    def chats(self) -> list[Seen]:
+        return [seen for seen in self.requests if seen.path == "/v1/chat/completions"]
+
+    @abstractmethod
+    def _routes(self) -> dict[tuple[str, str], Callable[[Json, "Reply"], Awaitable[None]]]: ...
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.requests.append(
+            Seen(request.method, request.path, request.rel_url.raw_query_string, dict(request.headers), body)
+        )
+        reply = Reply(request, self.faults.popleft() if self.faults else Fault())
+        self.num_running += 1
+        try:
+            if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+                return web.json_response({"error": {"message": "no valid key"}}, status=401)
+            need(request.headers.get("accept-encoding") == "identity", "accept-encoding must be identity")
+            handler = self._routes().get((request.method, request.path))
+            if handler is None:
+                return web.json_response({"detail": "Not Found"}, status=404)
+            await handler(_object(body) if body else {}, reply)
+        except Refused as exc:
+            return web.json_response({"error": {"message": str(exc), "code": 400}}, status=400)
+        except (asyncio.CancelledError, ConnectionError):
+            self.num_left += 1
+            raise
+        finally:
+            self.num_running -= 1
+        return reply.response
+
+    async def _draw(self, prompt: list[int], options: Mapping[str, Any], max_tokens: int) -> list[Drawn]:
+        drawn = self.model.draw(prompt, options, max_tokens)
+        await asyncio.sleep(self.delay_s * len(drawn))
+        return drawn
+
+    def _check_prompt(self, ids: Any) -> list[int]:
+        need(isinstance(ids, list) and ids, "the prompt must be a list of token ids")
+        need(all(type(i) is int and 0 <= i < self.model.vocab_size for i in ids), "a prompt id is no token")
+        return list(ids)
+
+    async def _models(self, request: Json, reply: "Reply") -> None:
+        card = {"id": self.model.name, "object": "model", "max_model_len": self.model.context}
+        await reply.send({"object": "list", "data": [card]})
+
+    async def _tokenize(self, request: Json, reply: "Reply") -> None:
+        need(isinstance(request.get("prompt"), str), "prompt must be text")
+        await reply.send({"tokens": list(request["prompt"].encode())})
+
+    def _check_chat(self, request: Json, reply: "Reply") -> int:
+        messages = request.get("messages")
+        need(isinstance(messages, list) and messages, "messages must be a list")
+        need(
+            all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages or []), "a message has no role"
+        )
+        need(request.get("model") in (None, self.model.name), "no such model")
+        need("stream" not in request and "stream_options" not in request, "stream fields do not belong upstream")
+        need(request.get("n", 1) == 1, "n must be 1")
+        need(request.get("logprobs") is True, "logprobs must be true")
+        need(reply.request.headers.get("x-smg-routing-key"), "the routing key is missing")
+        max_tokens = request.get("max_completion_tokens") or request.get("max_tokens") or 16
+        need(type(max_tokens) is int and max_tokens > 0, "max_tokens must be 1 or more")
+        return int(max_tokens)
+
+
+class Reply:
+    """Sends what a handler says, or what its fault makes of it."""
+
+    def __init__(self, request: web.Request, fault: Fault) -> None:
+        self.request = request
+        self.fault = fault
+        self.response: web.StreamResponse
+
+    async def send(self, content: Json, *, status: int = 200) -> None:
+        fault = self.fault
+        if fault.is_hanging:
+            await asyncio.Event().wait()
+        if fault.drops == "before":
+            self._cut_off()
+        sent: Any = content
+        if fault.edit is not None and (edited := fault.edit(content)) is not None:
+            sent = edited
+        body = json.dumps(sent).encode() if fault.body is None else fault.body
+        headers = {"content-type": "application/json", "set-cookie": "upstream=1", **fault.headers}
+        if fault.drops == "middle":
+            self.response = web.StreamResponse(headers={**headers, "content-length": str(len(body))})
+            await self.response.prepare(self.request)
+            await self.response.write(body[: len(body) // 2])
+            self._cut_off()
+        self.response = web.Response(status=fault.status or status, body=body, headers=headers)
+
+    async def stream(self, events: Sequence[Json], delay_s: float) -> None:
+        fault = self.fault
+        if fault.status or fault.body is not None or fault.drops == "before":
+            await self.send({"error": {"message": "refused"}})
+            return
+        self.response = web.StreamResponse(headers={"content-type": "text/event-stream", **fault.headers})
+        await self.response.prepare(self.request)
+        for index, event in enumerate(events):
+            if fault.is_hanging and index == (fault.ends_after or 0):
+                await asyncio.Event().wait()
+            if fault.drops == "middle" and index == (fault.ends_after or 1):
+                self._cut_off()
+            if not fault.is_hanging and not fault.drops and index == fault.ends_after:
+                return
+            await asyncio.sleep(delay_s)
+            edited = fault.edit(event) if fault.edit else None
+            await self.response.write(b"data: " + json.dumps(edited or event).encode() + b"\n\n")
+        await self.response.write(b"data: [DONE]\n\n")
+
+    def _cut_off(self) -> None:
+        if self.request.transport is not None:
+            self.request.transport.abort()
+        raise ConnectionResetError("told to drop the connection")
+
+
+def _object(body: bytes) -> Json:
+    try:
+        content = json.loads(body)
+    except ValueError as exc:
+        raise Refused(f"not JSON: {exc}") from exc
+    need(isinstance(content, dict), "the body must be an object")
+    return dict(content)
