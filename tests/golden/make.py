@@ -27,7 +27,7 @@ from tests.talking import chat_path, open_session
 from tests.test_golden import EOS, EOS_TOKEN, KEY, LONG, LONG_REPLY, TOOL, TOOL_CALL, chat_body, streamed_text
 from tests.test_relay import chatting
 
-from holdfast.testing.upstream import Fault
+from holdfast.testing.fake_upstream import Fault
 
 ALICE, BOB = golden.OWNERS
 
