@@ -10,9 +10,11 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.sessions.journal.base import StoredSession
-from holdfast.sessions.journal.entries import Entry, SessionOpened, TokensGiven, TokensSampled, TurnRecorded
+import msgspec
+
+from holdfast.sessions.journal.base import Entry, SessionOpened, StoredSession, TokensGiven, TokensSampled, TurnRecorded
 from holdfast.sessions.journal.sqlite import SqliteJournal
+from holdfast.sessions.record import TurnFacts, TurnRecord
 
 NUM_SESSIONS = 4
 SEGMENT_BYTES = 1 << 20  # small, so that kills meet rotations too
@@ -38,29 +40,27 @@ def spoken(index: int, number: int) -> tuple[TokensGiven, TokensSampled, TurnRec
         return array("d", [-draw.random() * 30 for _ in of])
 
     given, sampled = tokens(), tokens()
-    turn = TurnRecorded(
-        session_id=session_id,
+    turn = TurnRecord(
         number=number,
         parent=draw.randrange(number),
-        messages=draw.randbytes(50),
-        reply=draw.randbytes(30),
-        root=b"{}",
+        messages=({"content": draw.randbytes(25).hex()},),
+        reply={"content": draw.randbytes(15).hex()},
         given=given,
         sampled=sampled,
         logprobs=logprobs(sampled),
         sampling_logprobs=logprobs(sampled),
         finish_reason="stop",
-        facts=draw.randbytes(20),
+        facts=TurnFacts(logprob_kind=draw.randbytes(10).hex()),
         request=draw.randbytes(draw.choice([10, 5_000, 70_000])),
         response=draw.randbytes(draw.choice([100, 20_000, 65_537, 200_000])),
-        ticket_key=f"key {number}",
+        idempotency_key=f"key {number}",
         body_hash=draw.randbytes(32),
     )
     more = tokens()
     return (
         TokensGiven(session_id, tokens()),
         TokensSampled(session_id, more, logprobs(more), logprobs(more), draw.choice(["eos", None])),
-        turn,
+        TurnRecorded(session_id, turn),
     )
 
 
@@ -87,12 +87,9 @@ async def serve(directory: Path) -> None:
 
 def same_turn(session: StoredSession, index: int, number: int) -> bool:
     """Whether the write `number` of the session is on record as it must be, its bodies aside."""
-    expected_given, expected_sampled, turn = spoken(index, number)
-    given, sampled, stored = session.steps[3 * (number - 1) : 3 * number]
-    fields = [name for name in TurnRecorded.__dataclass_fields__ if name not in ("request", "response")]
-    return (given, sampled) == (expected_given, expected_sampled) and all(
-        getattr(stored, name) == getattr(turn, name) for name in fields
-    )
+    given, sampled, recorded = spoken(index, number)
+    expected = (given, sampled, msgspec.structs.replace(recorded.turn, request=None, response=None))
+    return session.steps[3 * (number - 1) : 3 * number] == expected
 
 
 if __name__ == "__main__":

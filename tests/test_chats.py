@@ -238,7 +238,7 @@ async def test_the_token_door_reads_a_chat_and_changes_only_its_copies() -> None
             stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1, 2])),
             stub.RewindSession(pb.RewindSessionRequest(session_id=session, to_position=1)),
         ):
-            with pytest.raises(grpc.aio.AioRpcError, match="chats over HTTP"):
+            with pytest.raises(grpc.aio.AioRpcError, match="is a chat session"):
                 await call
         fork = (await stub.ForkSession(pb.ForkSessionRequest(session_id=session))).session_id
         await stub.AppendTokens(pb.AppendTokensRequest(session_id=fork, token_ids=[1, 2]))
@@ -356,7 +356,7 @@ async def test_a_session_of_raw_tokens_does_not_chat() -> None:
         raw = (await client.server.stub.CreateSession(pb.CreateSessionRequest())).session_id
         refused = await client.say(raw, [user("a")])
         assert refused.status_code == 400
-        assert "opened for raw tokens" in refused.json()["error"]["message"]
+        assert "session of raw tokens" in refused.json()["error"]["message"]
 
 
 async def test_a_closed_session_is_gone_for_both_doors_and_is_not_kept() -> None:

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.continuation import Continuation, TemplateInputs
+from holdfast.chat.continuation import Continuation
 from holdfast.chat.messages import read_messages
 from holdfast.chat.rendering import Renderer
 from holdfast.chat.template import ChatTemplate
 from holdfast.errors import InvalidArgument, ModelError, TemplateError
+from holdfast.sessions.record import TemplateInputs
 from tests.qwen3 import FOLDER, qwen3
 from tests.serving import default_chat
 

@@ -17,28 +17,33 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, InvalidArgument, JournalFailed, SessionNotFound, StorageUnavailable
 from holdfast.sessions.journal import schema
-from holdfast.sessions.journal.base import ClosedSession, Journal, NoJournal, StoredSession, StoredTurn
-from holdfast.sessions.journal.entries import (
+from holdfast.sessions.journal.base import (
+    ClosedSession,
     Entry,
     ForkedFrom,
     HistoryRewound,
+    Journal,
+    NoJournal,
     Pinned,
     Rewarded,
     SessionClosed,
     SessionOpened,
     SessionPurged,
+    StoredSession,
     TokensGiven,
     TokensSampled,
     TurnDelivered,
     TurnRecorded,
 )
 from holdfast.sessions.journal.sqlite import SqliteJournal
+from holdfast.sessions.record import TemplateInputs, TurnFacts, TurnRecord
 from tests import journaling
 from tests.effort import examples
 
@@ -62,9 +67,6 @@ def session(session_id: str = "a", number: int = 1, **fields: Any) -> SessionOpe
 def turn(number: int = 1, session_id: str = "a", **fields: Any) -> TurnRecorded:
     plain: dict[str, Any] = {
         "parent": number - 1,
-        "messages": b"[]",
-        "reply": b"{}",
-        "root": b"{}",
         "given": array("i", [1, 2]),
         "sampled": array("i", [3]),
         "logprobs": array("d", [-0.1]),
@@ -72,19 +74,19 @@ def turn(number: int = 1, session_id: str = "a", **fields: Any) -> TurnRecorded:
         "request": b"asked",
         "response": b"answered",
     }
-    return TurnRecorded(session_id=session_id, number=number, **(plain | fields))
+    return TurnRecorded(session_id, TurnRecord(number=number, **(plain | fields)))
 
 
-def without_bodies(recorded: TurnRecorded, *, reward: float | None = None, is_delivered: bool = False) -> StoredTurn:
-    fields: dict[str, Any] = {field.name: getattr(recorded, field.name) for field in dataclasses.fields(recorded)}
-    fields |= {"request_bytes": len(fields.pop("request")), "response_bytes": len(fields.pop("response"))}
-    return StoredTurn(**fields, reward=reward, is_delivered=is_delivered)
+def without_bodies(recorded: TurnRecorded) -> TurnRecord:
+    return msgspec.structs.replace(recorded.turn, request=None, response=None)
 
 
 def bits(value: object) -> object:
     """`value` so that floats are equal only if their bits are: NaN is itself, 0.0 is not -0.0."""
     if isinstance(value, array):
         return value.typecode, value.tobytes()
+    if isinstance(value, TurnRecord):
+        return type(value), [bits(getattr(value, name)) for name in value.__struct_fields__]
     if dataclasses.is_dataclass(value):
         return type(value), [bits(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return [bits(item) for item in value] if isinstance(value, tuple | list) else value
@@ -100,29 +102,33 @@ bodies = st.one_of(
     st.binary(max_size=50),
     st.builds(lambda seed, size: random.Random(seed).randbytes(size), st.integers(), st.integers(65_530, 70_000)),
 )
+messages = st.dictionaries(names, names | st.integers(-(2**40), 2**40) | st.none(), max_size=3)
 steps = st.one_of(
     st.builds(TokensGiven, st.just("a"), tokens),
-    st.builds(TokensSampled, st.just("a"), tokens, floats, floats, st.none() | names, st.booleans()),
+    st.builds(TokensSampled, st.just("a"), tokens, floats, floats, st.none() | names),
     st.builds(HistoryRewound, st.just("a"), st.integers(0, 2**40)),
     st.builds(
         TurnRecorded,
-        session_id=st.just("a"),
-        number=st.just(0),
-        parent=st.integers(0, 2**40),
-        messages=st.binary(max_size=50),
-        reply=st.binary(max_size=50),
-        root=st.binary(max_size=50),
-        given=tokens,
-        sampled=tokens,
-        logprobs=floats,
-        sampling_logprobs=floats,
-        finish_reason=names,
-        facts=st.binary(max_size=50),
-        ticket_key=names,
-        body_hash=st.binary(max_size=32),
-        num_control=st.integers(0, 9),
-        request=bodies,
-        response=bodies,
+        st.just("a"),
+        st.builds(
+            TurnRecord,
+            number=st.just(0),
+            parent=st.integers(0, 2**40),
+            messages=st.lists(messages, max_size=2).map(tuple),
+            reply=messages,
+            root=st.builds(TemplateInputs, names, names),
+            given=tokens,
+            sampled=tokens,
+            logprobs=floats,
+            sampling_logprobs=floats,
+            finish_reason=names,
+            facts=st.builds(TurnFacts, sampling=messages, started_at=seconds, routed_experts=st.none() | names),
+            idempotency_key=names,
+            body_hash=st.binary(max_size=32),
+            num_control=st.integers(0, 9),
+            request=bodies,
+            response=bodies,
+        ),
     ),
 )
 sessions = st.builds(
@@ -155,7 +161,9 @@ def test_every_entry_comes_back_bit_for_bit_after_a_restart(
 ) -> None:
     numbers = iter(range(1, 100))
     written = [
-        dataclasses.replace(entry, number=next(numbers)) if isinstance(entry, TurnRecorded) else entry
+        TurnRecorded("a", msgspec.structs.replace(entry.turn, number=next(numbers)))
+        if isinstance(entry, TurnRecorded)
+        else entry
         for entry in written
     ]
     expected: dict[str, Any] = {"reward": None, "closed_why": None, "closed_at": None}
@@ -180,8 +188,8 @@ def test_every_entry_comes_back_bit_for_bit_after_a_restart(
             assert [known.opened.session_id for known in journal.load()] == ([] if expected["closed_why"] else ["a"])
             for entry in written:
                 if isinstance(entry, TurnRecorded):
-                    assert await journal.read_request("a", entry.number) == entry.request
-                    assert await journal.read_response("a", entry.number) == entry.response
+                    assert await journal.read_request("a", entry.turn.number) == entry.turn.request
+                    assert await journal.read_response("a", entry.turn.number) == entry.turn.response
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(run(Path(directory)))
@@ -197,13 +205,13 @@ class Model:
         self.rewards: dict[str, float] = {}
         self.closed: dict[str, ClosedSession] = {}
 
-    def turns(self, session_id: str) -> list[StoredTurn]:
-        return [step for step in self.steps[session_id] if isinstance(step, StoredTurn)]
+    def turns(self, session_id: str) -> list[TurnRecord]:
+        return [step for step in self.steps[session_id] if isinstance(step, TurnRecord)]
 
     def change_turn(self, session_id: str, number: int, **fields: Any) -> None:
         of = self.steps[session_id]
         of[:] = [
-            dataclasses.replace(step, **fields) if isinstance(step, StoredTurn) and step.number == number else step
+            msgspec.structs.replace(step, **fields) if isinstance(step, TurnRecord) and step.number == number else step
             for step in of
         ]
 
@@ -244,7 +252,7 @@ async def act(draw: random.Random, journal: SqliteJournal, model: Model) -> None
         body = draw.randbytes(draw.choice([10, HEAVY]))
         recorded = turn(len(turns) + 1, source, parent=draw.randrange(len(turns) + 1), response=body, body_hash=b"h")
         model.steps[source].append(without_bodies(recorded))
-        model.bodies[source, recorded.number] = body
+        model.bodies[source, recorded.turn.number] = body
         await journal.write(recorded)
     elif what == "change" and turns:
         reward, chosen = draw.random(), draw.choice(turns).number
@@ -256,9 +264,9 @@ async def act(draw: random.Random, journal: SqliteJournal, model: Model) -> None
     elif what == "fork":
         path = tuple(sorted(draw.sample([known.number for known in turns], draw.randrange(len(turns) + 1))))
         fork = model.opened[f"s{number}"] = session(f"s{number}", number, forked_from=ForkedFrom(source, path))
-        same: dict[str, Any] = {"session_id": f"s{number}", "ticket_key": "", "body_hash": b"", "num_control": 0}
+        same: dict[str, Any] = {"idempotency_key": "", "body_hash": b"", "num_control": 0}
         model.steps[f"s{number}"] = [
-            dataclasses.replace(turns[old - 1], number=new + 1, parent=new, **same) for new, old in enumerate(path)
+            msgspec.structs.replace(turns[old - 1], number=new + 1, parent=new, **same) for new, old in enumerate(path)
         ]
         for new, old in enumerate(path):
             model.bodies[f"s{number}", new + 1] = model.bodies[source, old]
@@ -467,8 +475,8 @@ async def verified(directory: Path, acknowledged: dict[int, int]) -> None:
             for number in range(1, num_turns + 1):
                 assert journaling.same_turn(known, index, number)
                 *_, recorded = journaling.spoken(index, number)
-                assert await journal.read_request(known.opened.session_id, number) == recorded.request
-                assert await journal.read_response(known.opened.session_id, number) == recorded.response
+                assert await journal.read_request(known.opened.session_id, number) == recorded.turn.request
+                assert await journal.read_response(known.opened.session_id, number) == recorded.turn.response
 
 
 @pytest.mark.parametrize("run", range(3))
@@ -718,7 +726,9 @@ async def test_a_session_with_a_damaged_step_is_failed_not_altered(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(tmp_path) as journal:
-        await journal.write(session("b", 2), session(), turn(1), turn(2, messages=b"a message to be found"), turn(3))
+        await journal.write(
+            session("b", 2), session(), turn(1), turn(2, messages=({"content": "a message to be found"},)), turn(3)
+        )
     flip(tmp_path / "journal.db", (tmp_path / "journal.db").read_bytes().index(b"to be found"))
     async with opened(tmp_path) as journal:
         damaged, whole = journal.load()

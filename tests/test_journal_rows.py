@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.sessions.journal.entries import Rewarded, TurnDelivered
-from holdfast.sessions.journal.insert_batch import Pending
+from holdfast.sessions.journal.base import Rewarded, TurnDelivered
+from holdfast.sessions.journal.recorder import RowBatch
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests.journaling import name, opening, same_turn, spoken
 
@@ -32,7 +32,7 @@ async def test_one_commit_of_many_turns_holds_what_many_commits_hold(tmp_path: P
     journal = SqliteJournal(tmp_path)
     (session,) = journal.load()
     assert all(same_turn(session, 0, number) for number in range(1, NUM_TURNS + 1))
-    assert await journal.read_response(name(0), NUM_TURNS) == spoken(0, NUM_TURNS)[2].response
+    assert await journal.read_response(name(0), NUM_TURNS) == spoken(0, NUM_TURNS)[2].turn.response
     await journal.close()
 
 
@@ -55,7 +55,7 @@ def test_rows_that_were_cleared_never_come() -> None:
     connection = sqlite3.connect(":memory:")
     for table in ("bodies", "turns", "spans"):
         connection.execute(f"CREATE TABLE {table} (a, b)")
-    pending = Pending(connection)
+    pending = RowBatch(connection)
     pending.add("turns", 1, 2)
     pending.clear()
     for number in range(NUM_TURNS):

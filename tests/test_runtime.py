@@ -8,16 +8,18 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from holdfast.backends.embedded import EmbeddedBackend
-from holdfast.chats.events import ReplyEnd, TokenUsage, TurnEvent, TurnResponse, TurnStarted
+from holdfast.chats.events import ReplyEnd, TokenUsage, TurnEvent, TurnResponse
 from holdfast.engine.worker import Worker
 from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, RecomputeTooLong, SessionBusy, SessionNotFound
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.service import RuntimeService
-from holdfast.serving.http.turn_response import TurnResponder
+from holdfast.serving.http.render import ChatWriter
+from holdfast.serving.http.response import ChunkEncoder, TurnResponder
+from holdfast.serving.http.schema import ChatCompletion
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions.runtime import Runtime
-from tests.serving import SlowEngine, model_of
+from tests.serving import SlowEngine, default_chat, model_of
 
 OWNER = "ann"
 GREEDY = SamplingParams(seed=0, max_tokens=5, temperature=0)
@@ -252,10 +254,11 @@ async def test_a_turns_ending_is_told_once_its_session_is_free() -> None:
         yield TurnResponse(body=b"{}", number=7)
         is_free = True
 
-    turn = TurnResponder(
-        events(), TurnStarted(turn_id="", writer=None, branched_below=None), lambda: 0, lambda number: None
-    )
-    told = [(item, is_free) async for _, item in turn.replies()]
-    assert [(type(item), free) for item, free in told] == [(ReplyEnd, True)]
-    assert turn.recorded is not None
-    assert turn.recorded.number == 7
+    turn = TurnResponder(events(), dropped=lambda: 0, confirm=lambda number: None)
+    writer = ChatWriter(model="m", tokenizer=default_chat().model.tokenizer)
+    chunks = turn.chunks(ChunkEncoder(writer, ChatCompletion(messages=[])))
+    told = [(chunk, is_free) async for chunk in chunks]
+    assert [free for _, free in told] == [True, True]
+    assert b'"finish_reason":"stop"' in told[0][0]
+    assert turn.response is not None
+    assert turn.response.number == 7

@@ -21,7 +21,6 @@ import safetensors.numpy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from holdfast.chat.continuation import TemplateInputs
 from holdfast.chats.samples import assembly as assembling
 from holdfast.chats.samples.assembly import assemble
 from holdfast.chats.samples.certificate import certify
@@ -30,11 +29,12 @@ from holdfast.chats.samples.options import Options, SessionFacts
 from holdfast.chats.samples.raw_tokens import from_spans
 from holdfast.chats.samples.sample import EmptyReason, Export, Masked, Sample, Status
 from holdfast.chats.samples.verification import problems
-from holdfast.chats.tree import Node, Tree, TurnFacts
+from holdfast.chats.tree import Node, Tree
 from holdfast.cli import main
 from holdfast.errors import InvalidArgument, SamplesUnusable, Unimplemented
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.history import History
+from holdfast.sessions.record import TemplateInputs, TurnFacts
 from tests.effort import examples
 
 GOLDEN = Path(__file__).parent / "golden" / "samples.safetensors"
@@ -78,7 +78,7 @@ def trees(draw: st.DrawFn) -> Tree:
             weight_versions=(str(low), str(low + draw(st.integers(0, 1)))),
             sampling={"temperature": draw(st.floats(0, 2)), "logit_bias": {10: 1.0, 9: -1.0}},
         )
-        node.reward = draw(st.none() | st.floats(-1, 1))
+        node.turn.reward = draw(st.none() | st.floats(-1, 1))
     return tree
 
 
@@ -102,9 +102,9 @@ def test_tokens_mask_and_logprobs_are_those_of_the_turns(
         assert nodes == nodes[-1].path()
         truth = []  # token, is sampled, is trained, logprob
         for node in nodes:
-            is_trained = node.number not in seen and int(node.facts.weight_versions[0]) >= (minimum or 0)
-            truth += [(token, False, False, 0.0) for token in node.given]
-            for token, logprob in zip(node.sampled, node.sampling_logprobs, strict=True):
+            is_trained = node.number not in seen and int(node.turn.facts.weight_versions[0]) >= (minimum or 0)
+            truth += [(token, False, False, 0.0) for token in node.turn.given]
+            for token, logprob in zip(node.turn.sampled, node.turn.sampling_logprobs, strict=True):
                 truth.append((token, True, is_trained, logprob if is_trained else 0.0))
         truth = truth[: len(sample.tokens)]
         first = next(at for at, row in enumerate(truth) if row[1])
@@ -121,8 +121,8 @@ def test_tokens_mask_and_logprobs_are_those_of_the_turns(
 def test_every_sampled_token_is_trained_exactly_once_over_all_branches(tree: Tree) -> None:
     export = assemble(tree, Options(branch="all"))
     trained = [turn.number for sample in export.samples for turn in sample.turns if turn.num_trained]
-    assert sorted(trained) == [node.number for node in tree.nodes if node.sampled]
-    assert sum(int(sample.loss_mask.sum()) for sample in export.samples) == sum(len(n.sampled) for n in tree.nodes)
+    assert sorted(trained) == [node.number for node in tree.nodes if node.turn.sampled]
+    assert sum(int(sample.loss_mask.sum()) for sample in export.samples) == sum(len(n.turn.sampled) for n in tree.nodes)
 
 
 @settings(max_examples=examples(100))
@@ -138,14 +138,14 @@ def test_a_limit_leaves_out_whole_turns_or_shortens_the_first_and_never_lies_abo
         for turn, node in zip(sample.turns, nodes, strict=True):
             is_whole = turn.end == node.end
             assert turn.is_cut is not is_whole
-            assert turn.finish_reason == (node.finish_reason if is_whole else "length")
-            assert is_whole or not any(before.sampled for before in node.path()[:-1])
+            assert turn.finish_reason == (node.turn.finish_reason if is_whole else "length")
+            assert is_whole or not any(before.turn.sampled for before in node.path()[:-1])
         if sample.num_left_out or sample.turns[-1].is_cut:
             assert sample.status is Status.TRUNCATED
-    fitting = [n for n in tree.nodes if n.sampled and n.end - len(n.sampled) < limit]
+    fitting = [n for n in tree.nodes if n.turn.sampled and n.end - len(n.turn.sampled) < limit]
     assert bool(export.samples) == bool(fitting)
     if not export.samples:
-        was_sampled = any(node.sampled for node in tree.nodes)
+        was_sampled = any(node.turn.sampled for node in tree.nodes)
         assert export.empty_reason is (EmptyReason.ALL_TRUNCATED if was_sampled else EmptyReason.NO_RECORDS)
 
 
@@ -306,8 +306,8 @@ def example() -> Export:
     routing = {"routed_experts": _flat(4, 6), "indexer_topk": json.dumps(np.arange(12).reshape(4, 3, 1).tolist())}
     first = attach(tree, tree.root, [1, 2, 3], [4, 5], sampling={"temperature": 0.5}, **routing)
     attach(tree, first, [6], [7], weight_versions=("4", "4"), routed_experts=_flat(2, 6, start=24), indexer_topk=None)
-    tree.tip.facts = replace(tree.tip.facts, indexer_topk=json.dumps(np.arange(18).reshape(6, 3, 1).tolist()))
-    tree.tip.reward = 0.25
+    tree.tip.turn.facts = replace(tree.tip.turn.facts, indexer_topk=json.dumps(np.arange(18).reshape(6, 3, 1).tolist()))
+    tree.tip.turn.reward = 0.25
     attach(tree, first, [8, 9], [10, 11], finish_reason="length", **_routing(tree, first, 4))
     return assemble(tree, Options(branch="all", num_layers=3), SESSION, detokenize=lambda ids: f"{len(ids)} tokens")
 
@@ -496,7 +496,7 @@ def test_logprobs_are_of_the_distribution_sampled_from_where_that_is_known() -> 
     tree = Tree()
     node = attach(tree, tree.root, [1], [2])
     assert assemble(tree).samples[0].logprob_kind == "sampling"
-    node.sampling_logprobs = node.logprobs  # an upstream tells but one of them
+    node.turn.sampling_logprobs = node.turn.logprobs  # an upstream tells but one of them
     assert assemble(tree).samples[0].logprob_kind == "raw"
     attach(tree, node, [3], [4])
     sample = assemble(tree).samples[0]
@@ -508,7 +508,7 @@ def test_logprobs_are_of_the_distribution_sampled_from_where_that_is_known() -> 
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
 def test_a_turn_without_a_finite_logprob_is_unusable(logprob: float) -> None:
     tree = Tree()
-    attach(tree, tree.root, [1], [2]).logprobs[0] = logprob
+    attach(tree, tree.root, [1], [2]).turn.logprobs[0] = logprob
     with pytest.raises(SamplesUnusable, match="turn 1 has no finite logprob"):
         assemble(tree)
 
@@ -516,8 +516,8 @@ def test_a_turn_without_a_finite_logprob_is_unusable(logprob: float) -> None:
 def test_rewards_are_the_sessions_or_the_sum_of_the_turns() -> None:
     tree = Tree()
     first = attach(tree, tree.root, [1], [2])
-    attach(tree, first, [1], [2]).reward = 0.5
-    first.reward = 0.25
+    attach(tree, first, [1], [2]).turn.reward = 0.5
+    first.turn.reward = 0.25
     assert assemble(tree).samples[0].reward == 0.75
     assert [turn.reward for turn in assemble(tree).samples[0].turns] == [0.25, 0.5]
     assert assemble(tree, session=SessionFacts(reward=-1)).samples[0].reward == -1.0

@@ -4,21 +4,22 @@ import hashlib
 import random
 import struct
 from array import array
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import SessionFileRefused
 from holdfast.generation import StopReason
-from holdfast.sessions.journal.entries import SessionOpened, TokensGiven, TokensSampled
+from holdfast.sessions.journal.base import SessionOpened, TokensGiven, TokensSampled
 from holdfast.sessions.portable import file
-from holdfast.sessions.portable.compatibility import check_fit
-from holdfast.sessions.portable.content import ModelIdentity, PortableSession, PortableTurn, Span
-from holdfast.sessions.portable.file import VERSION, _Turn, decode, encode, pieces
+from holdfast.sessions.portable.content import ModelIdentity, PortableSession, Span, check_fit
+from holdfast.sessions.portable.file import VERSION, decode, encode, pieces
 from holdfast.sessions.ports import ModelInfo
+from holdfast.sessions.record import TemplateInputs, TurnFacts, TurnRecord, to_stored
 
 IDENTITY = ModelIdentity(
     name="m", fingerprint="f", vocab_size=64, tokenizer_hash="t", chat_template_hash="c", recent=16
@@ -55,22 +56,27 @@ def spans(draw: st.DrawFn) -> Span:
     return TokensSampled("s", ids, draw(logprobs(len(ids))), draw(logprobs(len(ids))), reason)
 
 
+messages = st.dictionaries(st.text(), st.text() | st.integers(-(2**40), 2**40) | st.none() | st.booleans(), max_size=3)
+ranges = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
+
+
 @st.composite
-def turns(draw: st.DrawFn, number: int) -> PortableTurn:
+def turns(draw: st.DrawFn, number: int) -> TurnRecord:
     sampled = draw(tokens)
-    return PortableTurn(
-        session_id="s",
+    return TurnRecord(
         number=number,
         parent=draw(st.integers(0, number - 1)),
-        messages=draw(st.binary()),
-        reply=draw(st.binary()),
-        root=draw(st.binary()),
+        messages=tuple(draw(st.lists(messages, max_size=2))),
+        reply=draw(messages),
+        root=TemplateInputs(draw(st.text()), draw(st.text())),
         given=draw(tokens),
         sampled=sampled,
         logprobs=draw(logprobs(len(sampled))),
         sampling_logprobs=draw(logprobs(len(sampled))),
         finish_reason=draw(st.text()),
-        facts=draw(st.binary()),
+        facts=TurnFacts(
+            sampling=draw(messages), started_at=draw(st.floats(0, 1e10)), cut=tuple(draw(st.lists(ranges, max_size=2)))
+        ),
         num_control=draw(st.integers(0, 9)),
         request=draw(st.binary()),
         response=draw(st.binary()),
@@ -115,13 +121,9 @@ def example() -> PortableSession:
 
 
 def chat() -> PortableSession:
-    turn = PortableTurn(
-        session_id="s",
+    turn = TurnRecord(
         number=1,
         parent=0,
-        messages=b"[]",
-        reply=b"{}",
-        root=b"{}",
         given=array("i", [1]),
         sampled=array("i", [2]),
         logprobs=array("d", [-1]),
@@ -152,9 +154,13 @@ def test_what_goes_in_comes_out(session: PortableSession) -> None:
     assert {len(piece) for piece in list(pieces(encode(session), 7))[:-1]} <= {7}
 
 
-def test_every_field_of_a_turn_travels_but_its_tickets() -> None:
-    names = {field.name for field in fields(PortableTurn)}
-    assert names - set(_Turn.__struct_fields__) == {"session_id", "ticket_key", "body_hash"}
+def test_every_field_of_a_turn_is_in_the_file_but_its_idempotency_key() -> None:
+    (stored,) = [to_stored(turn) for turn in chat().turns]
+    (tag,) = [at for at in range(len(written(chat()))) if written(chat())[at : at + 4] == b"TURN"]
+    size = int.from_bytes(written(chat())[tag + 4 : tag + 12], "little")
+    kept = msgspec.msgpack.decode(written(chat())[tag + 12 : tag + 12 + size])
+    assert stored.keys() - kept.keys() == {"ticket_key", "body_hash"}
+    assert all(kept[name] == stored[name] for name in kept)
 
 
 def test_no_file_cut_short_is_taken() -> None:
@@ -203,14 +209,14 @@ def test_a_newer_version_is_refused_by_name() -> None:
             replace(example(), spans=(replace(example().spans[1], logprobs=array("d", [-1.0, float("nan")])),)),
             "logprobs of span 0",
         ),
-        (replace(chat(), turns=(replace(chat().turns[0], parent=1),)), "turn 1 is out of order"),
-        (replace(chat(), turns=(replace(chat().turns[0], number=2),)), "turn 1 is out of order"),
-        (replace(chat(), turns=(replace(chat().turns[0], logprobs=array("d")),)), "logprobs of turn 1"),
-        (replace(chat(), turns=(replace(chat().turns[0], reward=float("inf")),)), "reward of turn 1"),
+        (replace(chat(), turns=(msgspec.structs.replace(chat().turns[0], parent=1),)), "turn 1 is out of order"),
+        (replace(chat(), turns=(msgspec.structs.replace(chat().turns[0], number=2),)), "turn 1 is out of order"),
+        (replace(chat(), turns=(msgspec.structs.replace(chat().turns[0], logprobs=array("d")),)), "logprobs of turn 1"),
+        (replace(chat(), turns=(msgspec.structs.replace(chat().turns[0], reward=float("inf")),)), "reward of turn 1"),
         (replace(chat(), reward=float("nan")), "the session's reward"),
-        (replace(chat(), opened=replace(chat().opened, created_at=float("inf"))), "at no time"),
-        (replace(chat(), turns=(), spans=example().spans), "a chat has turns"),
-        (replace(example(), spans=(), turns=chat().turns), "a session of tokens has spans"),
+        (replace(chat(), opened=replace(chat().opened, created_at=float("inf"))), "created_at is not a finite number"),
+        (replace(chat(), turns=(), spans=example().spans), "a chat session has spans"),
+        (replace(example(), spans=(), turns=chat().turns), "a token session has turns"),
     ],
 )
 def test_what_contradicts_itself_is_refused_whoever_sealed_it(session: PortableSession, problem: str) -> None:
@@ -231,7 +237,7 @@ def test_sections_out_of_order_and_strange_records_are_refused() -> None:
             decode(resealed(data))
     for content in (b"", b"\x80", b"\x81\xa1x\x01", random.Random(1).randbytes(50), b"\x91" * 5000):
         strange = [parts[0], struct.pack("<4sQ", b"HEAD", len(content)), content, *end]
-        with pytest.raises(SessionFileRefused, match="no Holdfast wrote"):
+        with pytest.raises(SessionFileRefused, match="invalid session file"):
             decode(resealed(b"".join(strange)))
 
 

@@ -7,9 +7,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from holdfast.errors import CapacityExhausted, SessionBusy, SessionNotFound
 from holdfast.sessions import registry as stores
-from holdfast.sessions.gate import SessionGate
 from holdfast.sessions.registry import SessionRegistry, new_session_id
-from holdfast.sessions.session import Session
+from holdfast.sessions.session import Session, SessionGate
 from tests.effort import examples
 
 OWNERS = ("ann", "bob")

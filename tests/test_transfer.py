@@ -20,8 +20,9 @@ from holdfast.engine.worker import Worker
 from holdfast.errors import SessionFileRefused
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.journal.recorder import Recorder
-from holdfast.sessions.portable import transfers
+from holdfast.sessions.portable import file, transfers
 from holdfast.sessions.portable.file import decode, encode
+from holdfast.sessions.record import to_stored
 from holdfast.sessions.runtime import Runtime
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
@@ -442,8 +443,10 @@ async def test_a_chat_needs_a_server_that_chats_as_it_did() -> None:
 )
 async def test_a_chat_that_no_server_wrote_is_refused(change: dict[str, Any], chat_file: bytes, abroad: Any) -> None:
     whole = decode(chat_file)
-    turns = (dataclasses.replace(whole.turns[0], **change),)
-    answer = await abroad.post("/sessions/import", content=b"".join(encode(dataclasses.replace(whole, turns=turns))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, "to_stored", lambda turn: to_stored(turn) | change)
+        changed = b"".join(encode(dataclasses.replace(whole, turns=whole.turns[:1])))
+    answer = await abroad.post("/sessions/import", content=changed)
     assert (refusal_of(answer), error_of(answer)["reason"]) == ((400, "invalid_argument"), "damaged")
     assert (await abroad.get("/sessions")).json()["data"] == []
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from holdfast.chat.continuation import TemplateInputs
 from holdfast.chat.matching import normal
 from holdfast.chats.tree import Node, Tree, first_difference
 from holdfast.generation import Sampled
+from holdfast.sessions.record import TemplateInputs
 
 ROOT = TemplateInputs()
 
@@ -135,7 +135,8 @@ def test_a_copy_goes_its_own_way() -> None:
     tree = Tree()
     first = attach(tree, tree.root, "a", "A")
     attach(tree, tree.root, "z", "Z")
-    copy, tip = tree.copy(first)
+    copy = tree.copy(first)
+    tip = copy.tip
     assert tip.ids() == first.ids()
     assert len(copy.nodes) == 1
     attach(copy, tip, "b", "B")

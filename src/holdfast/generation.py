@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,12 @@ from holdfast.errors import InvalidArgument
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 1e6  # beyond any logit, and far from overflowing one
+
+# The sampling parameters that a turn's record names, whoever sampled it.
+RECORDED_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "max_tokens", "stop_token_ids"),
+)
 
 Mask = NDArray[np.bool_]  # [vocabulary], True where a token may be sampled
 
@@ -86,6 +92,14 @@ class SamplingParams:
         check(
             "logit_bias", all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"at most {MAX_BIAS:g} either way"
         )
+
+    def as_record(self) -> dict[str, Any]:
+        """The parameters as they are recorded with a turn."""
+        recorded = {name: getattr(self, name) for name in RECORDED_FIELDS}
+        return recorded | {
+            "stop_token_ids": sorted(self.stop_token_ids),
+            "logit_bias": {str(token): bias for token, bias in self.logit_bias.items()},
+        }
 
     def check_vocabulary(self, vocab_size: int) -> None:
         for name in ("logit_bias", "stop_token_ids", "eos_token_ids"):

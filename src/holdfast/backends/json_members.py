@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from msgspec import Raw
 
-from holdfast.sessions.ports import ByteRange
+from holdfast.sessions.record import ByteRange
 
 _SPACE = b" \t\r\n"
 

@@ -15,7 +15,8 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from holdfast.backends.json_members import members_at, place_of, without
 from holdfast.errors import UpstreamAborted, UpstreamInvalid
-from holdfast.sessions.ports import ByteRange, LogprobKind, UpstreamCompletion
+from holdfast.sessions.ports import LogprobKind, UpstreamCompletion
+from holdfast.sessions.record import ByteRange
 
 PAYLOADS = ("routed_experts", "indexer_topk")
 MAX_DEPTH = 100

@@ -14,6 +14,7 @@ from holdfast.chat.probe import SENTINEL, probe
 from holdfast.chat.rendering import Renderer, Tools
 from holdfast.chat.tool_calls import hermes_system_block, render_call, render_result
 from holdfast.errors import InvalidArgument, ModelError
+from holdfast.sessions.record import TemplateInputs
 
 Variables = Mapping[str, Any]
 
@@ -25,14 +26,6 @@ class Prompt:
     ids: list[int]
     is_reasoning: bool
     num_control: int  # control tokens that the messages spelled out
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateInputs:
-    """What shapes the first render and so belongs to a whole conversation: tools, and variables that show there."""
-
-    tools: str = "[]"
-    variables: str = "{}"
 
 
 class Continuation:

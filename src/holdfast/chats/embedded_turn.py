@@ -1,4 +1,4 @@
-"""A turn on our own engine: only the tail is computed, and the reply streams."""
+"""A turn on our own engine: only the new messages are computed, and the reply streams."""
 
 import contextlib
 import time
@@ -7,100 +7,76 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from holdfast.chat.answer import Piece
-from holdfast.chat.chat_model import ChatModel
-from holdfast.chats.control import Control
-from holdfast.chats.events import ChatRequest, ReplyEnd, TokenUsage, TurnRequest
-from holdfast.chats.history_sync import sync_to, uncommitted
-from holdfast.chats.record_json import kept_request, sampling_of
-from holdfast.chats.reply_stream import ReplyStream
-from holdfast.chats.trajectory import PreparedTurn, Trajectory
-from holdfast.chats.tree import Node, TurnFacts
-from holdfast.chats.turn_source import TurnResult
-from holdfast.chats.window_check import check_fits
+from holdfast.chats.events import TokenUsage
+from holdfast.chats.sampled_reply import SampledReply, check_fits
+from holdfast.chats.tree import Node
+from holdfast.chats.turn import ChatTurn, TurnResult, kept_request
 from holdfast.off_loop import run_off_loop
-from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.record import TurnFacts
 
 
-class EmbeddedTurns:
-    def __init__(self, runtime: Runtime, chat: ChatModel, control: Control) -> None:
-        self._runtime = runtime
-        self._chat = chat
-        self._control = control
+async def generate_reply(turn: ChatTurn) -> AsyncGenerator[Piece | TurnResult, None]:
+    """The reply as it is sampled, then what is to be recorded."""
+    setup, claim, trajectory, prepared = turn.setup, turn.claim, turn.trajectory, turn.prepared
+    request, prompt, parent = turn.request.request, prepared.prompt, prepared.parent
+    check_fits(len(prompt.ids), setup.runtime.model, may_truncate=request.may_truncate)
+    started_at, version = time.time(), setup.weight_version
+    base, recomputed = await trajectory.sync_to(claim, parent)
+    if base is trajectory.tree.root:
+        await _pin(turn)
+    is_reasoning = prompt.is_reasoning and request.params.constraint is None
+    reply = SampledReply(setup.chat.answer(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning))
+    trajectory.needs_rewind = True  # from here on the backend holds more than is recorded
+    async with contextlib.aclosing(claim.generate(request.params, parent.ids(since=base) + prompt.ids)) as batches:
+        async for batch in batches:
+            for piece in reply.take(batch):
+                yield piece
+            if reply.is_stopped:
+                break
+    yield reply.finish()
+    ending = reply.ending(_usage(turn, reply, base, recomputed), seed=request.params.seed)
+    facts = TurnFacts(
+        sampling=request.params.as_record(),
+        logprob_kind="raw",
+        weight_versions=(version, setup.weight_version),
+        started_at=started_at,
+        ended_at=time.time(),
+    )
+    body = msgspec.json.encode(turn.request.writer.whole([ending]))
+    yield TurnResult(
+        message=ending.message,
+        tokens=ending.tokens,
+        finish_reason=ending.finish_reason,
+        facts=facts,
+        request=kept_request(request.body, parent),
+        response=body,
+        body=body,
+        ending=ending,
+    )
 
-    async def events(
-        self, trajectory: Trajectory, prepared: PreparedTurn, asked: TurnRequest
-    ) -> AsyncGenerator[Piece | TurnResult, None]:
-        request, prompt = asked.request, prepared.prompt
-        check_fits(len(prompt.ids), self._runtime.model, may_truncate=request.may_truncate)
-        started_at, version = time.time(), self._control.weight_version
-        base, recomputed = await sync_to(self._runtime, trajectory, prepared.parent)
-        if base is trajectory.tree.root:
-            await self._pin(trajectory, request)
-        tokens = prepared.parent.ids(since=base) + prompt.ids
-        answer = self._chat.answer(
-            stop=request.stop,
-            tools=request.callable_tools,
-            is_reasoning=prompt.is_reasoning and request.params.constraint is None,
-        )
-        answering = ReplyStream(self._runtime, trajectory.session_id, trajectory.owner, answer)
-        pieces = answering.pieces(request.params, tokens, expected_length=base.end, writes="chat")
-        with uncommitted(trajectory):
-            async with contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    yield piece
-        usage = self._usage(trajectory, prepared, answering, base, recomputed)
-        ending = ReplyEnd(
-            message=answer.message,
-            finish_reason=answering.finish_reason,
-            tokens=tuple(answer.tokens),
-            usage=usage,
-            matched_stop=answering.matched_stop,
-            seed=request.params.seed,
-        )
-        facts = TurnFacts(
-            sampling=sampling_of(request.params),
-            logprob_kind="raw",
-            weight_versions=(version, self._control.weight_version),
-            started_at=started_at,
-            ended_at=time.time(),
-        )
-        body = msgspec.json.encode(asked.writer.whole([ending]))
-        yield TurnResult(
-            message=ending.message,
-            tokens=ending.tokens,
-            finish_reason=ending.finish_reason,
-            facts=facts,
-            request=kept_request(request.body, prepared.parent),
-            response=body,
-            body=body,
-            ending=ending,
-        )
 
-    async def sync_history(self, trajectory: Trajectory, prepared: PreparedTurn, made: TurnResult) -> None:
-        """Rewind what the engine sampled beyond a stop string."""
-        end = prepared.parent.end + len(prepared.prompt.ids) + len(made.tokens)
-        if self._runtime.info(trajectory.session_id, trajectory.owner).history_length > end:
-            await self._runtime.rewind(trajectory.session_id, trajectory.owner, end, writes="chat")
+async def _pin(turn: ChatTurn) -> None:
+    """Keep system prompt and tools in view for ever, unless the client chose itself what to pin."""
+    if turn.trajectory.pin_tokens is not None:
+        return
+    request, runtime, continuation = turn.request.request, turn.setup.runtime, turn.setup.chat.continuation
+    model = runtime.model
+    pinned = await run_off_loop(
+        lambda: continuation.pinned(request.messages, model.max_pin, request.tools, request.variables),
+        request.num_bytes,
+    )
+    await turn.claim.pin(runtime.checked_pin(max(model.sink, pinned)))
 
-    async def _pin(self, trajectory: Trajectory, request: ChatRequest) -> None:
-        if trajectory.pin_tokens is not None:
-            return
-        model = self._runtime.model
-        pinned = await run_off_loop(
-            lambda: self._chat.continuation.pinned(request.messages, model.max_pin, request.tools, request.variables),
-            request.num_bytes,
-        )
-        await self._runtime.pin(trajectory.session_id, trajectory.owner, max(model.sink, pinned))
 
-    def _usage(
-        self, trajectory: Trajectory, prepared: PreparedTurn, answering: ReplyStream, base: Node, recomputed: int
-    ) -> TokenUsage:
-        prompt_tokens = prepared.parent.end + len(prepared.prompt.ids)
-        return TokenUsage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=len(answering.answer.tokens),
-            prefilled_tokens=prompt_tokens - base.end + bool(base.end),  # the last token there was still pending
-            dropped_tokens=self._runtime.info(trajectory.session_id, trajectory.owner).dropped_token_count,
-            recomputed_tokens=recomputed + prepared.parent.end - base.end,
-            reasoning_tokens=answering.answer.num_reasoning,
-        )
+def _usage(turn: ChatTurn, reply: SampledReply, base: Node, recomputed: int) -> TokenUsage:
+    parent, trajectory = turn.prepared.parent, turn.trajectory
+    prompt_tokens = parent.end + len(turn.prepared.prompt.ids)
+    view = turn.setup.runtime.info(trajectory.session_id, trajectory.owner)
+    return TokenUsage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=reply.num_tokens,
+        prefilled_tokens=prompt_tokens - base.end + bool(base.end),  # the last token there was still pending
+        dropped_tokens=view.dropped_token_count,
+        recomputed_tokens=recomputed + parent.end - base.end,
+        reasoning_tokens=reply.num_reasoning,
+    )

@@ -1,4 +1,4 @@
-"""What is asked of a chat and what comes of it, in our own words: no wire format, no tokens to render."""
+"""Requests to a chat and the events of a turn, without any wire format."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from holdfast.chat.answer import Piece
 from holdfast.chat.messages import Message
-from holdfast.chats.idempotency import IdempotencyKey
+from holdfast.chats.retry import IdempotencyKey
 from holdfast.generation import Sampled, SamplingParams
 
 
@@ -27,7 +27,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUsage:
-    """What a reply cost. `prefilled` is what was computed of the prompt, the rest of it cost nothing."""
+    """What a reply cost. `prefilled_tokens` of the prompt were computed, the others were cached."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -44,7 +44,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyEnd:
-    """The end of one reply: all of it, and what it cost."""
+    """The end of one reply: the whole message, its tokens and its usage."""
 
     message: Message
     finish_reason: str
@@ -58,16 +58,16 @@ ReplyEvent = Piece | ReplyEnd
 
 
 class ReplyWriter(Protocol):
-    """Writes replies down as clients read them."""
+    """Writes replies in the format that the client reads."""
 
     def whole(self, endings: Sequence[ReplyEnd]) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStarted:
-    """A turn that is under way. `branched_below`: the number of the turn that it is a retry after, where it is one.
+    """A turn that has been accepted. `branched_below`: the number of the turn that it branches from, if it is a branch.
 
-    `writer` is that of the request that began it, so that whoever joins gets the same bytes.
+    `writer` is that of the request that began it, so that a retry that joins gets the same bytes.
     """
 
     turn_id: str
@@ -77,9 +77,10 @@ class TurnStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResponse:
-    """The turn is on record, and `body` is its whole reply. Comes last, after the reply's own events, if any.
+    """The whole reply as the client gets it. Comes last, after the pieces of a streamed reply.
 
-    From an upstream: its status, headers and bytes, and `number` is None where nothing was recorded.
+    `number` is that of the recorded turn, None where nothing was recorded (an upstream's error, or the session was
+    closed meanwhile). From an upstream: its status, headers and bytes.
     """
 
     body: bytes
@@ -91,11 +92,11 @@ class TurnResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """A request for a turn, who writes its reply down, and what tells it from other requests."""
+    """A request for a turn, the writer of its reply, and the key that tells it from other requests."""
 
     request: ChatRequest
     writer: ReplyWriter
-    ticket: IdempotencyKey
+    key: IdempotencyKey
 
 
 TurnEvent = TurnStarted | Piece | ReplyEnd | TurnResponse

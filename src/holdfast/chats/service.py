@@ -1,55 +1,62 @@
-"""All chat sessions of a server: create, take turns, fork, reward, close. What every chat door calls."""
+"""All chat sessions of a server: create, take turns, fork, reward, export, close."""
 
-import contextlib
 import hashlib
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 
-from holdfast.chat.chat_model import ChatModel
-from holdfast.chats.codec import restored
-from holdfast.chats.control import Control
-from holdfast.chats.events import TurnEvent, TurnRequest
-from holdfast.chats.history_sync import rollback
+import msgspec
+
+from holdfast.backends.json_members import without
+from holdfast.chat.messages import read_messages
+from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
 from holdfast.chats.samples.assembly import assemble
 from holdfast.chats.samples.options import Options, SessionFacts
 from holdfast.chats.samples.raw_tokens import from_spans
 from holdfast.chats.samples.sample import Export
 from holdfast.chats.trajectory import Trajectory
-from holdfast.chats.transfer import chat_content, checked_trajectory
 from holdfast.chats.tree import Node
-from holdfast.chats.turn import ChatTurns
-from holdfast.errors import InvalidArgument, Paused
-from holdfast.sessions.journal.base import Journal, StoredSession
-from holdfast.sessions.journal.entries import Rewarded, TurnDelivered
-from holdfast.sessions.portable.chat_port import ChatContent
-from holdfast.sessions.portable.content import PortableTurn
-from holdfast.sessions.runtime import Runtime
+from holdfast.chats.turn import ChatSetup, ChatTurn
+from holdfast.errors import HoldfastError, InvalidArgument, Paused, SessionFileRefused
+from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
+from holdfast.sessions.portable.transfers import ChatContent
 from holdfast.sessions.view import SessionView
 
 
-class ChatService:
-    """Trajectories by session id. A trajectory lives as long as its session does."""
+class Trajectories:
+    """The trajectories of all chat sessions, by session id."""
 
-    def __init__(self, runtime: Runtime, chat: ChatModel, turns: ChatTurns, control: Control) -> None:
-        self.control = control
-        self._runtime = runtime
-        self._chat = chat
-        self._turns = turns
-        self._trajectories: dict[str, Trajectory] = {}
-        runtime.on_gone = self._forget
-        runtime.chats = self
-        self.template_hash = hashlib.blake2b(chat.template.source.encode(), digest_size=16).hexdigest()
+    def __init__(self) -> None:
+        self._by_id: dict[str, Trajectory] = {}
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._by_id[trajectory.session_id] = trajectory
+
+    def get(self, session_id: str) -> Trajectory | None:
+        return self._by_id.get(session_id)
+
+    def forget(self, session_id: str) -> None:
+        """Drop the trajectory of a session that is gone. Its nodes form cycles: unlinked, they are freed at once."""
+        if trajectory := self._by_id.pop(session_id, None):
+            for node in (trajectory.tree.root, *trajectory.tree.nodes):
+                node.children.clear()
+
+    def in_flight(self) -> list[ChatTurn]:
+        return [trajectory.turn for trajectory in self._by_id.values() if trajectory.turn is not None]
+
+
+class ChatService:
+    """Chat sessions on a runtime, whose `on_removed` must be `trajectories.forget`."""
+
+    def __init__(self, setup: ChatSetup, trajectories: Trajectories) -> None:
+        self.setup = setup
+        self._runtime = setup.runtime
+        self._trajectories = trajectories
+        self.template_hash = hashlib.blake2b(setup.chat.template.source.encode(), digest_size=16).hexdigest()
 
     def restore(self, stored: StoredSession) -> None:
         """A chat session from the journal; the runtime has its tokens already."""
-        self._trajectories[stored.opened.session_id] = restored(stored)
-
-    def _forget(self, session_id: str) -> None:
-        if trajectory := self._trajectories.pop(session_id, None):
-            for node in trajectory.tree.nodes:  # or a cycle would keep all of it until the next collection
-                node.children.clear()
-            trajectory.tree.root.children.clear()
+        self._trajectories.add(Trajectory.of_stored(stored))
 
     async def create(
         self,
@@ -67,145 +74,171 @@ class ChatService:
             kind="chat",
             metadata=metadata,
             pin_tokens=pin_tokens,
-            eos_token_ids=sorted(self._chat.continuation.stop_token_ids),
+            eos_token_ids=sorted(self.setup.chat.continuation.stop_token_ids),
         )
-        self._trajectories[view.session_id] = Trajectory(
-            session_id=view.session_id, owner=owner, group=group, pin_tokens=pin_tokens, created_at=view.created_at
+        self._trajectories.add(
+            Trajectory(
+                session_id=view.session_id,
+                owner=owner,
+                group=group,
+                pin_tokens=pin_tokens,
+                created_at=view.created_at,
+            )
         )
         return view
 
     def get(self, session_id: str, owner: str) -> tuple[SessionView, Trajectory]:
-        """How a chat session stands."""
+        """The session's state and its trajectory."""
         view = self._runtime.info(session_id, owner)
-        try:
-            return view, self._trajectories[session_id]
-        except KeyError:
+        trajectory = self._trajectories.get(session_id)
+        if trajectory is None:
             raise InvalidArgument(
-                f"session {session_id} was opened for raw tokens over gRPC; open one with POST /sessions to chat"
-            ) from None
+                f"session {session_id} is a session of raw tokens over gRPC; open a chat session with POST /sessions"
+            )
+        return view, trajectory
 
-    @property
-    def journal(self) -> Journal:
-        return self._runtime.journal
+    def turn(self, session_id: str, owner: str, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+        """The events of one turn. A retry joins the turn in flight, or gets the last response again.
 
-    def view(self, session_id: str, owner: str) -> SessionView:
-        """How any session stands, also one of raw tokens."""
-        return self._runtime.info(session_id, owner)
-
-    def list_views(self, owner: str, *, after: int = 0) -> list[SessionView]:
-        return self._runtime.list_sessions(owner, after=after)
-
-    async def close(self, session_id: str, owner: str) -> None:
-        await self._runtime.close(session_id, owner)
-
-    async def turn(self, session_id: str, owner: str, asked: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """One turn. Close it early and nothing of it is recorded, unless someone else listens too."""
+        If the generator is closed early, nothing of the turn is recorded, unless someone else listens too.
+        """
         _, trajectory = self.get(session_id, owner)
-        turn = self._turns.turn(trajectory, asked)
-        try:
-            async for event in turn:
-                yield event
-        finally:
-            await turn.aclose()
+        turn = trajectory.turn
+        if turn is None and request.key.repeats(trajectory.last_key):
+            return self._replay(trajectory)
+        if turn is None or not turn.events.is_running or not request.key.repeats(turn.request.key):
+            turn = ChatTurn(self.setup, trajectory, request)
+            turn.start()
+        return turn.events.listen()
+
+    async def _replay(self, trajectory: Trajectory) -> AsyncGenerator[TurnEvent, None]:
+        turn, last = trajectory.tree.tip.turn, trajectory.last_response
+        if last is not None and last.body:
+            body = last.body
+        else:
+            turn = await with_bodies(turn, trajectory.session_id, self._runtime.journal)
+            body = without(turn.response or b"", turn.facts.cut)
+        yield TurnResponse(body=body, number=turn.number, headers=last.headers if last else {}, is_replay=True)
 
     async def fork(self, session_id: str, owner: str, *, label: str = "") -> SessionView:
         """A new session with the same past; the two go their own ways from here."""
         _, source = self.get(session_id, owner)
-        source.claim()
-        try:
-            if source.needs_rewind:
-                await rollback(self._runtime, source)
-            numbers = [node.number for node in source.tree.tip.path()]
-            view, _ = await self._runtime.fork(session_id, owner, label=label, kind="chat", forked_turns=numbers)
+        async with self._runtime.claim(session_id, owner) as claim:
+            await source.rollback(claim)
+            tip = source.tree.tip
+            view = await self._runtime.fork_chat(claim, [node.number for node in tip.path()], label=label)
             fork = Trajectory(
                 session_id=view.session_id,
                 owner=owner,
                 group=source.group,
                 pin_tokens=source.pin_tokens,
+                tree=source.tree.copy(tip),
                 created_at=view.created_at,
             )
-            fork.tree, tip = source.tree.copy(source.tree.tip)
-            fork.synced_node = tip.ancestor(source.tree.common(source.tree.tip, source.synced_node).depth)
-            self._trajectories[view.session_id] = fork
-        finally:
-            source.release()
+            fork.synced_node = fork.tree.tip.ancestor(source.tree.common(tip, source.synced_node).depth)
+            self._trajectories.add(fork)
         return view
 
-    @contextlib.asynccontextmanager
-    async def exported(self, session_id: str, owner: str) -> AsyncIterator[ChatContent]:
-        """All that is on record of a chat, which takes no turn while the context lasts. SessionBusy where one runs."""
+    async def content(self, session_id: str, owner: str) -> ChatContent:
+        """All that is on record of a chat that the caller has claimed."""
         _, trajectory = self.get(session_id, owner)
-        trajectory.claim()
-        try:
-            yield await chat_content(trajectory, self._runtime.journal)
-        finally:
-            trajectory.release()
+        journal, nodes = self._runtime.journal, trajectory.tree.nodes
+        turns = [await with_bodies(node.turn, session_id, journal) for node in nodes]
+        for index, turn in enumerate(turns):  # a file counts spelled control tokens for the chat, not for each turn
+            turn.num_control = 0 if index else sum(node.turn.num_control for node in nodes)
+        return ChatContent(tuple(turns), trajectory.reward)
 
-    def prepared(self, stored: StoredSession, turns: Sequence[PortableTurn]) -> Callable[[], None]:
-        """Checks a chat from elsewhere; blocks. What it gives, called on the loop, takes the chat over."""
-        trajectory = checked_trajectory(stored, turns, keeps_bodies=not self._runtime.journal.keeps_bodies)
+    def prepare_import(self, stored: StoredSession) -> Callable[[], None]:
+        """Checks a chat from elsewhere, or raises SessionFileRefused. Blocks, changes nothing.
+
+        What it returns, called on the event loop, takes the chat over.
+        """
+        try:
+            trajectory = Trajectory.of_stored(stored)
+            for node in trajectory.tree.nodes:
+                _check_imported(node)
+        except (HoldfastError, msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as exc:
+            raise SessionFileRefused(f"invalid session file: {exc}", reason="damaged") from exc
 
         def take_over() -> None:
-            self._trajectories[trajectory.session_id] = trajectory
+            if self._runtime.journal.keeps_bodies:
+                for node in trajectory.tree.nodes:
+                    node.turn.request = node.turn.response = None
+            self._trajectories.add(trajectory)
 
         return take_over
 
     async def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
-        """What a session, or one of its turns, was worth."""
+        """Set the reward of a session, or of one of its turns."""
         _, trajectory = self.get(session_id, owner)
+        nodes = trajectory.tree.nodes
         if not math.isfinite(reward):
             raise InvalidArgument("reward must be a finite number", param="reward")
-        if turn is not None and not 1 <= turn <= len(trajectory.tree.nodes):
-            raise InvalidArgument(f"turn must be 1 to {len(trajectory.tree.nodes)}, got {turn}", param="turn")
+        if turn is not None and not 1 <= turn <= len(nodes):
+            raise InvalidArgument(f"turn must be 1 to {len(nodes)}, got {turn}", param="turn")
         await self._runtime.journal.write(Rewarded(session_id, turn, reward))
         if turn is None:
             trajectory.reward = reward
         else:
-            trajectory.tree.nodes[turn - 1].reward = reward
+            nodes[turn - 1].turn.reward = reward
 
     def samples(self, session_id: str, owner: str, options: Options) -> Callable[[], Export]:
-        """What a trainer reads of a session: its turns so far, or the spans of one of raw tokens.
+        """The samples of a session: of its turns so far, or of the spans of a token session.
 
-        Looks at the session now; the work itself is to be called in a thread, as turns on record do not change. It
-        reads the journal there: heavy payloads are nowhere else.
+        Looks at the session now. What it returns is to be called in a thread: recorded turns do not change, and heavy
+        payloads are read from the journal there.
         """
         view = self._runtime.info(session_id, owner)
         trajectory = self._trajectories.get(session_id)
-        summary = {"history_length": view.history_length, "dropped_tokens": view.dropped_token_count}
         facts = SessionFacts(
             session_id=session_id,
             group=trajectory.group if trajectory else "",
             label=view.label,
             metadata=view.metadata,
             reward=trajectory.reward if trajectory else None,
-            summary=summary,
+            summary={"history_length": view.history_length, "dropped_tokens": view.dropped_token_count},
         )
-
-        def detokenize(ids: list[int]) -> str:
-            return self._chat.tokenizer.decode(ids)
-
+        detokenize = self.setup.chat.tokenizer.decode
         if trajectory is None:
             pieces = self._runtime.history(session_id, owner)
             return partial(from_spans, pieces, options, facts, detokenize=detokenize)
         journal = self._runtime.journal
 
-        def response(node: Node) -> bytes:
-            kept = node.record.response if node.record else None
+        def response_of(node: Node) -> bytes:
+            kept = node.turn.response
             return kept if kept is not None else journal.response(session_id, node.number)
 
-        return partial(assemble, trajectory.tree, options, facts, detokenize=detokenize, response_of=response)
+        return partial(assemble, trajectory.tree, options, facts, detokenize=detokenize, response_of=response_of)
 
     def confirm(self, session_id: str, number: int) -> None:
-        """The reply of a turn has reached its client, as far as a server can know."""
+        """The response of a turn has reached its client, as far as a server can know."""
         if trajectory := self._trajectories.get(session_id):
-            trajectory.tree.nodes[number - 1].is_delivered = True
+            trajectory.tree.nodes[number - 1].turn.is_delivered = True
             self._runtime.journal.note(TurnDelivered(session_id, number))
 
     def pause(self, *, abort: bool) -> int:
-        """Let no new turn begin; with `abort`, end those that run. How many were running."""
-        self.control.pause()
-        flying = [t.in_flight for t in self._trajectories.values() if t.in_flight is not None]
+        """Let no new turn begin; with `abort`, end those that run. Returns how many were running."""
+        self.setup.admission.pause()
+        turns = self._trajectories.in_flight()
         if abort:
-            for turn in flying:
-                turn.shared.abort(Paused("turns were paused and this one was ended; try again later"))
-        return len(flying)
+            for turn in turns:
+                turn.events.abort(Paused("generation was paused and this turn was aborted; try again later"))
+        return len(turns)
+
+
+def _check_imported(node: Node) -> None:
+    """Raises where a turn from a file holds what no turn can hold: nobody else looks at it before it is used."""
+    turn = node.turn
+    read_messages([*turn.messages, turn.reply])
+    for text in (turn.root.tools, turn.root.variables):
+        msgspec.json.decode(text)
+    response = turn.response or b""
+    for name, body in (("request", turn.request or b""), ("response", response)):
+        if not isinstance(msgspec.json.decode(body), dict):
+            raise ValueError(f"the {name} of turn {turn.number} is not a JSON object")
+    for ranges in ([turn.facts.routed_experts], [turn.facts.indexer_topk], turn.facts.cut):
+        at = 0
+        for start, end in (part for part in ranges if isinstance(part, tuple)):
+            if not at <= start < end <= len(response):
+                raise ValueError(f"turn {turn.number} names byte ranges that its response does not have")
+            at = end

@@ -1,19 +1,24 @@
-"""A chat session: its tree of turns, which of them its backend stands at, and whose turn it is."""
+"""The state of a chat session: its tree of turns, where its backend stands in it, and the turn in flight."""
 
-import asyncio
-import secrets
+import itertools
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.continuation import Prompt, TemplateInputs
+from holdfast.chat.continuation import Prompt
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
-from holdfast.chats.broadcast import Broadcast
-from holdfast.chats.events import ChatRequest, TurnEvent, TurnResponse
-from holdfast.chats.idempotency import IdempotencyKey
+from holdfast.chats.events import ChatRequest, TurnResponse
+from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.tree import Node, Tree, first_difference
-from holdfast.errors import MessageMismatch, SessionBusy
+from holdfast.errors import HistoryConflict, MessageMismatch
+from holdfast.sessions.journal.base import StoredSession
+from holdfast.sessions.operations import Claim
+from holdfast.sessions.record import TemplateInputs, TurnRecord
+
+if TYPE_CHECKING:
+    from holdfast.chats.turn import ChatTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,58 +32,86 @@ class HistoryRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTurn:
-    """A turn that is about to be generated. `tip` is what it must find again when it commits."""
+    """A turn that is about to be generated below `parent`."""
 
     parent: Node
-    tip: Node
     root: TemplateInputs
     messages: list[Message]  # new ones
     prompt: Prompt
     is_branch: bool
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """The operation that holds a session's slot."""
-
-    turn_id: str
-    ticket: IdempotencyKey | None
-    shared: Broadcast[TurnEvent]
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """Mutable; touched only on the event loop that serves it."""
+    """Mutable; touched only on the event loop that serves it, by whoever has claimed its session."""
 
     session_id: str
     owner: str
     group: str = ""
     pin_tokens: int | None = None  # the client's own choice
     tree: Tree = field(default_factory=Tree)
-    synced_node: Node = field(init=False)  # the turn whose end the backend's history is at
-    needs_rewind: bool = False  # the backend holds more than that: a cancelled turn was not taken back yet
-    in_flight: InFlight | None = None
-    committing: "asyncio.Task[Node] | None" = None  # a turn that is being recorded
-    last_ticket: IdempotencyKey | None = None  # of the turn that was recorded last
-    last_number: int = 0
-    last_reply: TurnResponse | None = None  # as its client got it; without a body where the record has it
+    synced_node: Node = field(init=False)  # the turn at whose end the backend's history is
+    needs_rewind: bool = False  # the backend holds more than that: a cancelled turn was not rolled back yet
+    turn: "ChatTurn | None" = None  # in flight
+    last_response: TurnResponse | None = None  # of the last turn, without a body where that follows from the record
     reward: float | None = None
-    num_branches: int = 0
-    num_control: int = 0
     created_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.synced_node = self.tree.root
+        self.synced_node = self.tree.tip
 
-    def claim(self, ticket: IdempotencyKey | None = None, shared: Broadcast[TurnEvent] | None = None) -> InFlight:
-        """The slot for one operation; whoever gets it must release it."""
-        if (flying := self.in_flight) is not None:
-            raise SessionBusy(f"session {self.session_id} is busy with turn {flying.turn_id}", turn_id=flying.turn_id)
-        self.in_flight = InFlight(secrets.token_hex(8), ticket, shared or Broadcast())
-        return self.in_flight
+    @classmethod
+    def of_stored(cls, stored: StoredSession) -> "Trajectory":
+        """The trajectory of a session on record; the bodies of its turns may stay in the journal."""
+        tree = Tree()
+        for turn in stored.turns:
+            tree.add(turn)
+        opened = stored.opened
+        return cls(
+            session_id=opened.session_id,
+            owner=opened.owner,
+            group=opened.group,
+            pin_tokens=opened.pin_tokens,
+            tree=tree,
+            reward=stored.reward,
+            created_at=opened.created_at,
+        )
 
-    def release(self) -> None:
-        self.in_flight = self.committing = None
+    @property
+    def last_key(self) -> IdempotencyKey | None:
+        """Of the request whose turn was recorded last."""
+        turn = self.tree.tip.turn
+        return IdempotencyKey(turn.body_hash, turn.idempotency_key) if turn.body_hash else None
+
+    @property
+    def num_branches(self) -> int:
+        """How many turns did not go on from the one before."""
+        nodes = [self.tree.root, *self.tree.nodes]
+        return sum(node.parent is not before for before, node in itertools.pairwise(nodes))
+
+    def add(self, turn: TurnRecord) -> None:
+        """Take a turn that is on record into the tree; the backend's history is at its end."""
+        self.synced_node, self.needs_rewind = self.tree.add(turn), False
+
+    async def sync_to(self, claim: Claim, node: Node) -> tuple[Node, int]:
+        """Rewind the backend to the deepest turn that it shares with the path to `node`: that turn, and how many tokens
+        had to be computed again."""
+        length = claim.history_length
+        if length != self.synced_node.end and not self.needs_rewind:
+            raise HistoryConflict(expected=self.synced_node.end, actual=length)
+        base = self.tree.common(self.synced_node, node)
+        recomputed = 0
+        if length > base.end:
+            recomputed = (await claim.rewind(base.end, is_limited=not self.needs_rewind)).recomputed_tokens
+        self.synced_node, self.needs_rewind = base, False
+        return base, recomputed
+
+    async def rollback(self, claim: Claim) -> None:
+        """Rewind what a turn that was not committed has left in the backend."""
+        if self.needs_rewind:
+            if claim.history_length > self.synced_node.end:
+                await claim.rewind(self.synced_node.end, is_limited=False)
+            self.needs_rewind = False
 
     def prepare(self, request: ChatRequest, chat: ChatModel, rules: HistoryRules) -> PreparedTurn:
         """Match the request's messages with those on record; render what is new. Changes nothing."""
@@ -98,19 +131,17 @@ class Trajectory:
             prompt = continuation.tail(
                 parent.last_token, new, request.tools, request.variables, start=parent.num_messages
             )
-        return PreparedTurn(
-            parent=parent, tip=tree.tip, root=root, messages=new, prompt=prompt, is_branch=parent is not tree.tip
-        )
+        return PreparedTurn(parent=parent, root=root, messages=new, prompt=prompt, is_branch=parent is not tree.tip)
 
     def _too_far(self, request: ChatRequest, root: TemplateInputs, rules: HistoryRules, left: int) -> MessageMismatch:
         first = self.tree.tip.path()[0]
         limit = f"this would leave {left} sampled turns behind, --max-rollback allows {rules.max_rollback}"
         for field_name in ("tools", "variables"):
-            if getattr(first.root, field_name) != getattr(root, field_name):
+            if getattr(first.turn.root, field_name) != getattr(root, field_name):
                 name = "tools" if field_name == "tools" else "chat_template_kwargs"
                 return MessageMismatch(
                     f"{name} differ from those that this session began with: {limit}; "
-                    "send the same ones or open a new session",
+                    "send the same ones, or open a new session",
                     param=name,
                 )
         found = first_difference(self.tree.tip, request.messages, rules.matcher)

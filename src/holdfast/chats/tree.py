@@ -5,79 +5,43 @@ sibling. The root holds nothing; the first turns below it carry what shaped thei
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from holdfast.chat.continuation import TemplateInputs
+import msgspec
+
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
 from holdfast.generation import Sampled
-from holdfast.sessions.ports import ByteRange
+from holdfast.sessions.record import TemplateInputs, TurnRecord
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnFacts:
-    """What a trainer must know of a turn beside its tokens."""
-
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # the parameters it was sampled with
-    logprob_kind: str = "unknown"  # of `logprobs`: raw (before temperature), sampling, or unknown
-    weight_versions: tuple[str, str] = ("", "")  # when it began and when it ended
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    routed_experts: str | ByteRange | None = None  # base64 of int32 or a list; mostly its range in the response
-    indexer_topk: str | ByteRange | None = None
-    cut: tuple[ByteRange, ...] = ()  # of the response, what its client did not get
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A turn as it went over the wire. `request` is the body as the backend got it, less the ids that the path has.
-
-    Bodies that are None are in the journal.
-    """
-
-    request: bytes | None
-    response: bytes | None
-    request_timestamp: float = 0.0
-    timestamp: float = 0.0
-    path: str = "/v1/chat/completions"
-    method: str = "POST"
-    status_code: int = 200
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Node:
-    """One turn. Everything but `children`, `reward` and `is_delivered` is fixed once the node is in a tree."""
+    """One turn in its tree. The root's turn is empty."""
 
-    number: int
+    turn: TurnRecord
     parent: "Node | None"
-    messages: tuple[Message, ...] = ()  # new in this turn
-    reply: Message | None = None  # None only at the root
-    root: TemplateInputs = field(default_factory=TemplateInputs)
-    given: "array[int]" = field(default_factory=lambda: array("i"))
-    sampled: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    sampling_logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    finish_reason: str = ""
-    facts: TurnFacts = field(default_factory=TurnFacts)
-    record: "Record | None" = None
-    reward: float | None = None
-    is_delivered: bool = False
     children: list["Node"] = field(default_factory=list)
     depth: int = field(init=False)  # sampled turns on the path
     end: int = field(init=False)  # tokens on the path
-    num_messages: int = field(init=False)  # messages on the path
+    num_messages: int = field(init=False)  # messages on the path, replies included
 
     def __post_init__(self) -> None:
-        above = self.parent
+        above, turn = self.parent, self.turn
         self.depth = above.depth + 1 if above else 0
-        self.end = (above.end if above else 0) + len(self.given) + len(self.sampled)
-        self.num_messages = (above.num_messages if above else 0) + len(self.messages) + (self.reply is not None)
+        self.end = (above.end if above else 0) + len(turn.given) + len(turn.sampled)
+        self.num_messages = above.num_messages + len(turn.messages) + 1 if above else 0
+
+    @property
+    def number(self) -> int:
+        return self.turn.number
 
     @property
     def last_token(self) -> int | None:
-        return self.sampled[-1] if self.sampled else self.given[-1] if self.given else None
+        tokens = self.turn.sampled or self.turn.given
+        return tokens[-1] if tokens else None
 
     def path(self) -> list["Node"]:
         """From the first turn down to this one."""
@@ -98,14 +62,13 @@ class Node:
     def spoken(self) -> Iterator[Message]:
         """All messages on the path."""
         for node in self.path():
-            yield from node.messages
-            if node.reply is not None:
-                yield node.reply
+            yield from node.turn.messages
+            yield node.turn.reply
 
     def ids(self, since: "Node | None" = None) -> list[int]:
         """All tokens on the path, or those after the ancestor `since`."""
         nodes = self.path()[since.depth if since else 0 :]
-        return [token for node in nodes for part in (node.given, node.sampled) for token in part]
+        return [token for node in nodes for part in (node.turn.given, node.turn.sampled) for token in part]
 
 
 class Match(NamedTuple):
@@ -120,7 +83,7 @@ class Match(NamedTuple):
 
 class Tree:
     def __init__(self) -> None:
-        self.root = Node(number=0, parent=None)
+        self.root = Node(TurnRecord(number=0), None)
         self.tip = self.root
         self.nodes: list[Node] = []  # by number, from 1
 
@@ -128,7 +91,7 @@ class Tree:
         """The deepest node whose messages begin the request's; of several, that on the way to the tip or the latest."""
         current = {id(node) for node in self.tip.path()}
         best, edited, furthest = self.root, None, 0
-        frontier = [child for child in self.root.children if child.root == root]
+        frontier = [child for child in self.root.children if child.turn.root == root]
         while frontier:
             matched = []
             for node in frontier:
@@ -162,57 +125,48 @@ class Tree:
     def next_number(self) -> int:
         return len(self.nodes) + 1
 
-    def add(self, node: Node) -> Node:
+    def add(self, turn: TurnRecord) -> Node:
         """A turn below its parent; it is the tip from now on."""
-        assert node.number == self.next_number()
-        assert node.parent is not None
-        node.parent.children.append(node)
+        assert turn.number == self.next_number()
+        parent = self.nodes[turn.parent - 1] if turn.parent else self.root
+        node = Node(turn, parent)
+        parent.children.append(node)
         self.nodes.append(node)
         self.tip = node
         return node
 
     def attach(self, parent: Node, *, sampled: Sequence[Sampled], given: Sequence[int], **fields: Any) -> Node:
         """A new turn below `parent`; it is the tip from now on."""
-        return self.add(self.new_node(parent, sampled=sampled, given=given, **fields))
+        return self.add(self.new_turn(parent, sampled=sampled, given=given, **fields))
 
-    def new_node(
+    def new_turn(
         self,
         parent: Node,
         *,
         messages: Sequence[Message],
-        reply: Message,
-        root: TemplateInputs,
         given: Sequence[int],
         sampled: Sequence[Sampled],
-        finish_reason: str,
-        facts: TurnFacts | None = None,
-        record: Record | None = None,
-    ) -> Node:
-        """A turn that could be added next."""
-        return Node(
+        **fields: Any,
+    ) -> TurnRecord:
+        """A turn that could be added next; `fields` are others of TurnRecord."""
+        return TurnRecord(
             number=self.next_number(),
-            parent=parent,
+            parent=parent.number,
             messages=tuple(messages),
-            reply=reply,
-            root=root,
             given=array("i", given),
             sampled=array("i", [token.token for token in sampled]),
             logprobs=array("d", [token.logprob for token in sampled]),
             sampling_logprobs=array("d", [token.sampling_logprob for token in sampled]),
-            finish_reason=finish_reason,
-            facts=facts or TurnFacts(),
-            record=record,
+            **fields,
         )
 
-    def copy(self, tip: Node) -> tuple["Tree", Node]:
-        """An independent tree of the path to `tip` alone, and its tip."""
+    def copy(self, tip: Node) -> "Tree":
+        """An independent tree of the path to `tip` alone, numbered anew; retries of its turns are not known there."""
         other = Tree()
-        for node in tip.path():
-            other.tip = replace(node, number=len(other.nodes) + 1, parent=other.tip, children=[])
-            assert other.tip.parent is not None
-            other.tip.parent.children.append(other.tip)
-            other.nodes.append(other.tip)
-        return other, other.tip
+        for index, node in enumerate(tip.path()):
+            own: dict[str, Any] = {"number": index + 1, "parent": index, "num_control": 0}
+            other.add(msgspec.structs.replace(node.turn, **own, idempotency_key="", body_hash=b""))
+        return other
 
 
 class _Mismatch(NamedTuple):
@@ -224,17 +178,16 @@ class _Mismatch(NamedTuple):
 def _compare(node: Node, messages: Sequence[Message], matcher: Matcher) -> _Mismatch | None:
     """None where the request goes on with all that this node said, given that it did so up to its parent."""
     index = node.parent.num_messages if node.parent else 0
-    for stored in node.messages:
+    for stored in node.turn.messages:
         if index >= len(messages):
             return _Mismatch(index, Difference("messages", stored, None), False)
         if difference := matcher(stored, messages[index]):
             return _Mismatch(index, difference, False)
         index += 1
-    if node.reply is None:
-        return None
+    reply = node.turn.reply
     if index >= len(messages):
-        return _Mismatch(index, Difference("messages", node.reply, None), False)
-    if difference := matcher(node.reply, messages[index]):
+        return _Mismatch(index, Difference("messages", reply, None), False)
+    if difference := matcher(reply, messages[index]):
         return _Mismatch(index, difference, messages[index]["role"] == "assistant")
     return None
 

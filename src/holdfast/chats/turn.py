@@ -1,200 +1,204 @@
-"""One chat turn: claim, prepare, make the reply, commit. The slot is free again on every way out."""
+"""One chat turn, from the claim on its session to its commit. The session is free again on every way out."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import replace
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from holdfast.backends.json_members import without
+import msgspec
+
+from holdfast.chat.answer import Piece
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chats.broadcast import Broadcast
-from holdfast.chats.codec import turn_recorded
-from holdfast.chats.control import Control
-from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
-from holdfast.chats.history_sync import rollback
-from holdfast.chats.record_json import response_of
+from holdfast.chat.messages import Message
+from holdfast.chats.events import ReplyEnd, TurnEvent, TurnRequest, TurnResponse, TurnStarted
+from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
-from holdfast.chats.tree import Node, Record
-from holdfast.chats.turn_source import TurnResult, TurnSource
+from holdfast.chats.tree import Node
 from holdfast.errors import HoldfastError, SessionFailed, SessionNotFound
+from holdfast.generation import Sampled, StopReason
 from holdfast.off_loop import run_off_loop
 from holdfast.sessions.admission import Admission
+from holdfast.sessions.journal.base import TurnRecorded
+from holdfast.sessions.operations import Claim
+from holdfast.sessions.record import TurnFacts, TurnRecord
 from holdfast.sessions.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 
-class ChatTurns:
-    def __init__(
-        self,
-        runtime: Runtime,
-        chat: ChatModel,
-        making: TurnSource,
-        *,
-        rules: HistoryRules,
-        admission: Admission,
-        control: Control,
-    ) -> None:
-        self._runtime = runtime
-        self._chat = chat
-        self._making = making
-        self._rules = rules
-        self._admission = admission
-        self._control = control
-        self._settling: set[asyncio.Task[None]] = set()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """A reply that is ready to be recorded. `body` is what the client gets, `response` what is recorded of it."""
 
-    async def turn(self, trajectory: Trajectory, asked: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """The turn's events. A request that we know joins the turn in flight, or gets the last one again."""
-        flying = trajectory.in_flight
-        if flying is not None and flying.shared.is_running and asked.ticket.repeats(flying.ticket):
-            shared = flying.shared
-        elif flying is None and asked.ticket.repeats(trajectory.last_ticket):
-            yield await self._again(trajectory)
-            return
-        else:
-            shared = Broadcast[TurnEvent]()
-            shared.events = self._run(trajectory, asked, shared)
-        async with contextlib.aclosing(shared.listen()) as events:
-            async for event in events:
-                yield event
+    message: Message
+    tokens: tuple[Sampled, ...]
+    finish_reason: str
+    facts: TurnFacts
+    request: bytes
+    response: bytes
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    ending: ReplyEnd | None = None  # where the reply was streamed
+    is_adopted: bool = False  # an upstream sampled it: its tokens are not yet in the session's history
 
-    async def _again(self, trajectory: Trajectory) -> TurnResponse:
-        node = trajectory.tree.nodes[trajectory.last_number - 1]
-        last = trajectory.last_reply
-        if last is not None and last.body:
-            body = last.body
-        else:
-            body = without(await response_of(node, trajectory.session_id, self._runtime.journal), node.facts.cut)
-        return TurnResponse(body=body, number=node.number, headers=last.headers if last else {}, is_replay=True)
 
-    async def _run(
-        self, trajectory: Trajectory, asked: TurnRequest, shared: Broadcast[TurnEvent]
-    ) -> AsyncGenerator[TurnEvent, None]:
-        flying = trajectory.claim(asked.ticket, shared)
+# Makes the reply of a turn: pieces as they come, then what is to be recorded, or a response that is not recorded.
+TurnSource = Callable[["ChatTurn"], AsyncGenerator[Piece | TurnResponse | TurnResult, None]]
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatSetup:
+    """What all turns of a server share. Mutable: a trainer changes `weight_version`."""
+
+    runtime: Runtime
+    chat: ChatModel
+    source: TurnSource
+    rules: HistoryRules
+    admission: Admission
+    weight_version: str = ""
+    _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """A task that goes on though its caller is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class ChatTurn:
+    """Claims its session when it is made; `start` it at once. Listen to `events`."""
+
+    def __init__(self, setup: ChatSetup, trajectory: Trajectory, request: TurnRequest) -> None:
+        self.id = secrets.token_hex(8)
+        self.setup = setup
+        self.trajectory = trajectory
+        self.request = request
+        self.claim: Claim = setup.runtime.claim(trajectory.session_id, trajectory.owner, turn_id=self.id)
+        self.prepared: PreparedTurn
+        self.events = Broadcast[TurnEvent]()
+        self._committing: asyncio.Task[TurnRecord] | None = None
+        self._has_begun = False
+
+    def start(self) -> None:
+        self.trajectory.turn = self
+        self.events.start(self._run(), self._ended)
+
+    async def _run(self) -> None:
+        self._has_begun = True
         try:
-            with self._runtime.held(trajectory.session_id, trajectory.owner):
-                prepared = await self._prepared(trajectory, asked)
-                below = prepared.parent.number if prepared.is_branch else None
-                yield TurnStarted(turn_id=flying.turn_id, writer=asked.writer, branched_below=below)
-                async with (
-                    self._admitted(),
-                    contextlib.aclosing(self._made(trajectory, prepared, asked)) as made,
-                ):
-                    async for event in made:
-                        yield event
+            await self._take_turn()
         finally:
-            await self._settle(trajectory)
+            await asyncio.shield(self.setup.in_background(self._settle()))
 
-    @contextlib.asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        """A place, at a moment when turns may begin; whoever waits for that gives the place back."""
-        while True:
-            await self._control.passed()
-            async with self._admission.admitted():
-                if not self._control.is_paused:
-                    yield
-                    return
+    def _ended(self) -> None:
+        if not self._has_begun:  # cancelled before its first step: nobody else frees the session
+            self.trajectory.turn = None
+            self.claim.release_now()
 
-    async def _prepared(self, trajectory: Trajectory, asked: TurnRequest) -> PreparedTurn:
-        """Large requests are rendered in a thread; the slot is ours, so nothing changes meanwhile."""
-        request = asked.request
-        return await run_off_loop(lambda: trajectory.prepare(request, self._chat, self._rules), request.num_bytes)
-
-    async def _made(
-        self, trajectory: Trajectory, prepared: PreparedTurn, asked: TurnRequest
-    ) -> AsyncGenerator[TurnEvent, None]:
-        making = self._making.events(trajectory, prepared, asked)
-        async with contextlib.aclosing(making):
-            async for event in making:
+    async def _take_turn(self) -> None:
+        """Match and render the request, wait to be admitted, make the reply, commit."""
+        setup, request = self.setup, self.request.request
+        # A large request is rendered in a thread. The session is claimed, so nothing changes meanwhile.
+        self.prepared = prepared = await run_off_loop(
+            lambda: self.trajectory.prepare(request, setup.chat, setup.rules), request.num_bytes
+        )
+        below = prepared.parent.number if prepared.is_branch else None
+        self.events.publish(TurnStarted(turn_id=self.id, writer=self.request.writer, branched_below=below))
+        async with setup.admission.admitted(), contextlib.aclosing(setup.source(self)) as events:
+            async for event in events:
                 if not isinstance(event, TurnResult):
-                    yield event
+                    self.events.publish(event)
                     continue
-                number = await self._committed(trajectory, prepared, asked, event)
+                number = await self._committed(event)
                 if event.ending is not None:
-                    yield event.ending
-                yield TurnResponse(body=event.body, number=number, status=event.status, headers=event.headers)
+                    self.events.publish(event.ending)
+                self.events.publish(
+                    TurnResponse(body=event.body, number=number, status=event.status, headers=event.headers)
+                )
 
-    async def _committed(
-        self, trajectory: Trajectory, prepared: PreparedTurn, asked: TurnRequest, made: TurnResult
-    ) -> int | None:
-        """The number of the turn on record. Once begun, recording is brought to its end, whoever still waits.
+    async def _committed(self, result: TurnResult) -> int | None:
+        """The number of the turn on record. Recording is brought to its end even if the client has left.
 
-        A session that was closed meanwhile keeps no turn; what an upstream sampled still goes to its client.
+        A session that was closed meanwhile records nothing; what an upstream sampled still goes to its client.
         """
-        task = asyncio.ensure_future(self._commit(trajectory, prepared, asked, made))
-        trajectory.committing = task
+        self._committing = asyncio.ensure_future(self._commit(result))
         try:
-            return (await asyncio.shield(task)).number
+            return (await asyncio.shield(self._committing)).number
         except SessionNotFound:
-            if made.ending is not None:
+            if not result.is_adopted:
                 raise
             return None
 
-    async def _commit(
-        self, trajectory: Trajectory, prepared: PreparedTurn, asked: TurnRequest, made: TurnResult
-    ) -> Node:
-        session_id, tree = trajectory.session_id, trajectory.tree
-        if tree.tip is not prepared.tip:
-            raise self._moved(session_id)
-        await self._making.sync_history(trajectory, prepared, made)
-        end = prepared.parent.end + len(prepared.prompt.ids) + len(made.tokens)
-        if self._runtime.info(session_id, trajectory.owner).history_length != end:
-            raise self._moved(session_id)
-        made_record = Record(
-            request=made.request,
-            response=made.response,
-            request_timestamp=made.facts.started_at,
-            timestamp=made.facts.ended_at,
-        )
-        node = tree.new_node(
+    async def _commit(self, result: TurnResult) -> TurnRecord:
+        trajectory, prepared, claim = self.trajectory, self.prepared, self.claim
+        await self._sync_history(result)
+        turn = trajectory.tree.new_turn(
             prepared.parent,
             messages=prepared.messages,
-            reply=made.message,
+            reply=result.message,
             root=prepared.root,
             given=prepared.prompt.ids,
-            sampled=made.tokens,
-            finish_reason=made.finish_reason,
-            facts=made.facts,
-            record=made_record,
+            sampled=result.tokens,
+            finish_reason=result.finish_reason,
+            facts=result.facts,
+            num_control=prepared.prompt.num_control,
+            request=result.request,
+            response=result.response,
+            idempotency_key=self.request.key.key,
+            body_hash=self.request.key.body_hash,
         )
-        journal = self._runtime.journal
-        await journal.write(turn_recorded(session_id, node, asked.ticket, prepared.prompt.num_control))
-        self._runtime.info(session_id, trajectory.owner)  # closing beats recording
-        if journal.keeps_bodies:
-            node.record = replace(made_record, request=None, response=None)
-        tree.add(node)
-        trajectory.synced_node, trajectory.needs_rewind = node, False
-        trajectory.num_branches += prepared.is_branch
-        trajectory.num_control += prepared.prompt.num_control
-        trajectory.last_ticket, trajectory.last_number = asked.ticket, node.number
-        is_kept = bool(made.facts.cut) or made.body == made.response  # the client's copy can be had from the record
-        trajectory.last_reply = TurnResponse(
-            body=b"" if is_kept else made.body, number=node.number, headers=made.headers
+        await claim.record(TurnRecorded(trajectory.session_id, turn))
+        claim.check_not_closed()  # closing beats recording
+        if self.setup.runtime.journal.keeps_bodies:
+            turn.request = turn.response = None
+        trajectory.add(turn)
+        is_kept = bool(result.facts.cut) or result.body == result.response  # the client's copy follows from the record
+        trajectory.last_response = TurnResponse(
+            body=b"" if is_kept else result.body, number=turn.number, headers=result.headers
         )
-        return node
+        return turn
 
-    def _moved(self, session_id: str) -> SessionFailed:
-        logger.error("session %s moved under a turn; nothing of it was recorded", session_id)
-        return SessionFailed(f"session {session_id} moved while a turn was running; the turn was not recorded")
+    async def _sync_history(self, result: TurnResult) -> None:
+        """Bring the session's history to the end of the turn: adopt an upstream's tokens, or rewind what our engine
+        sampled beyond a stop string."""
+        trajectory, prepared, claim = self.trajectory, self.prepared, self.claim
+        end = prepared.parent.end + len(prepared.prompt.ids) + len(result.tokens)
+        if result.is_adopted:
+            base, _ = await trajectory.sync_to(claim, prepared.parent)
+            trajectory.needs_rewind = True
+            reason = StopReason.MAX_TOKENS if result.finish_reason == "length" else StopReason.EOS
+            await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, result.tokens, reason)
+        elif claim.history_length > end:
+            await claim.rewind(end)
+        claim.check_not_closed()
+        if claim.history_length != end:
+            logger.error("session %s changed during a turn, which was not recorded", trajectory.session_id)
+            raise SessionFailed(f"session {trajectory.session_id} changed during a turn; the turn was not recorded")
 
-    async def _settle(self, trajectory: Trajectory) -> None:
-        """End what was begun, take back what was not committed, then free the slot, whoever still waits for it."""
+    async def _settle(self) -> None:
+        """End what was begun, roll back what was not committed, then free the session."""
+        trajectory = self.trajectory
+        try:
+            if self._committing is not None:
+                await asyncio.gather(self._committing, return_exceptions=True)
+            await trajectory.rollback(self.claim)
+        except SessionNotFound:
+            pass  # closed meanwhile: there is nothing left to roll back
+        except HoldfastError as exc:
+            logger.warning("session %s: a cancelled turn is still to be rolled back: %s", trajectory.session_id, exc)
+        finally:
+            trajectory.turn = None
+            await self.claim.release()
 
-        async def settle() -> None:
-            try:
-                if trajectory.committing is not None:
-                    await asyncio.gather(trajectory.committing, return_exceptions=True)
-                if trajectory.needs_rewind:
-                    await rollback(self._runtime, trajectory)
-            except SessionNotFound:
-                pass  # closed meanwhile: there is nothing left to take back
-            except HoldfastError as exc:
-                logger.warning("session %s: a cancelled turn is still to be taken back: %s", trajectory.session_id, exc)
-            finally:
-                trajectory.release()
 
-        task = asyncio.ensure_future(settle())
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-        await asyncio.shield(task)
+def kept_request(request: Mapping[str, Any], parent: Node) -> bytes:
+    """A request as it is recorded: without the ids and earlier messages that the path already holds."""
+    kept = {key: value for key, value in request.items() if key not in ("input_ids", "kv_transfer_params")}
+    if isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = messages[parent.num_messages :]
+    return msgspec.json.encode(kept)

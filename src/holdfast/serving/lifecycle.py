@@ -14,6 +14,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.matching import load_matcher
+from holdfast.chats.embedded_turn import generate_reply
+from holdfast.chats.service import ChatService, Trajectories
+from holdfast.chats.trajectory import HistoryRules
+from holdfast.chats.turn import ChatSetup
+from holdfast.chats.upstream_turn import relay_to
 from holdfast.config import ChatConfig, ServeConfig
 from holdfast.errors import ConfigError, EngineDied, HoldfastError
 from holdfast.observability.metrics import Metrics
@@ -21,7 +27,9 @@ from holdfast.serving.grpc import GrpcDoor, create_server
 from holdfast.serving.http import Upstream, create_app
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
 from holdfast.serving.storage import Storage, open_storage
+from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import Journal
+from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.ports import ServedBackend
 from holdfast.sessions.runtime import Runtime
 
@@ -79,6 +87,7 @@ async def running(
     opening = open_storage(config, metrics, backend.model)
     storage = await asyncio.to_thread(opening.__enter__)
     try:
+        trajectories = Trajectories()
         runtime = Runtime(
             backend,
             idle_ttl_s=config.idle_ttl_s,
@@ -86,23 +95,30 @@ async def running(
             snapshots=storage.snapshots,
             max_parked=config.max_parked,
             metrics=metrics,
+            on_removed=trajectories.forget,
         )
+        chats = ChatService(_chat_setup(runtime, config, chat), trajectories) if chat and config.http else None
         for session in storage.stored:
             runtime.restore(session)
-        async with _doors(backend, runtime, config, chat=chat, storage=storage, keys=keys) as doors:
-            yield doors
+            if chats is not None and session.opened.kind == "chat":
+                chats.restore(session)
+        async with _endpoints(
+            backend, runtime, config, chats=chats, upstream=chat.upstream if chat else None, storage=storage, keys=keys
+        ) as served:
+            yield served
     finally:
         await storage.journal.close()
         opening.__exit__(None, None, None)
 
 
 @contextlib.asynccontextmanager
-async def _doors(
+async def _endpoints(
     backend: ServedBackend,
     runtime: Runtime,
     config: ServeConfig,
     *,
-    chat: Chat | None,
+    chats: ChatService | None,
+    upstream: Upstream | None,
     storage: Storage,
     keys: Keys,
 ) -> AsyncIterator[ServerAddresses]:
@@ -110,16 +126,16 @@ async def _doors(
     http = None
     backend.start()
     try:
-        await backend.prepare()  # what it finds out about the model, the doors tell
-        door = create_server(runtime, config, keys)
+        await backend.prepare()  # it may learn more about the model, which both endpoints report
+        transfers = Transfers(runtime, chats)
+        door = create_server(runtime, transfers, config, keys)
         if config.http:
             app = create_app(
                 runtime,
                 config,
-                chat=chat.model if chat else None,
-                chat_config=chat.config if chat else None,
-                upstream=chat.upstream if chat else None,
-                stored=storage.stored,
+                chats=chats,
+                transfers=transfers,
+                upstream=upstream,
                 keys=keys,
                 not_ready=lambda: "draining" if is_draining else storage.journal.health,
             )
@@ -150,6 +166,29 @@ async def _doors(
         if http:
             http.socket.close()
         await asyncio.to_thread(backend.stop)
+
+
+def _chat_setup(runtime: Runtime, config: ServeConfig, chat: Chat) -> ChatSetup:
+    rules = HistoryRules(
+        matcher=load_matcher(chat.config.matcher),
+        max_rollback=chat.config.max_rollback,
+        may_edit_replies=chat.config.edited_reply == "branch",
+    )
+    admission = Admission(
+        config.max_concurrent or runtime.capacity,
+        max_queue=config.queue_max if config.admission == "queue" else 0,
+        max_wait_s=config.queue_max_wait_s,
+        max_pause_s=config.pause_max_wait_s,
+        metrics=runtime.metrics,
+    )
+    return ChatSetup(
+        runtime=runtime,
+        chat=chat.model,
+        source=relay_to(chat.upstream.chat) if chat.upstream else generate_reply,
+        rules=rules,
+        admission=admission,
+        weight_version=config.weight_version,
+    )
 
 
 async def _purge(journal: Journal, retain_days: int) -> None:

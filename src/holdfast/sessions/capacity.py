@@ -1,14 +1,87 @@
-"""Slabs for sessions: who gets one, who is parked for it, and who must go where no more may be parked."""
+"""Slabs for sessions: who gets one, who is parked to make room, and who is evicted where no more may be parked.
+
+A parked session keeps its tokens but no slab. Its snapshot is a shortcut: where that is gone, damaged or of another
+model, the history is computed again.
+"""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from holdfast.errors import CapacityExhausted
+from holdfast.errors import CapacityExhausted, SnapshotMismatch
 from holdfast.observability.metrics import Metrics
-from holdfast.sessions.parking import Parking
+from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.ports import Backend
 from holdfast.sessions.registry import SessionRegistry
 from holdfast.sessions.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class Parking:
+    def __init__(self, backend: Backend, snapshots: SnapshotStore | None, metrics: Metrics) -> None:
+        self._backend = backend
+        self._snapshots = snapshots
+        self._metrics = metrics
+
+    async def park(self, session: Session) -> None:
+        """Free the session's slab. Nobody else may use the session meanwhile."""
+        handle = session.handle
+        assert handle is not None
+        wants = self._snapshots is not None and len(session.history) > 0
+        content = await self._backend.snapshot(handle) if wants else None
+        if content is not None and self._snapshots is not None:
+            await asyncio.to_thread(self._snapshots.put, session.id, content)
+        session.handle = None
+        await self._backend.close(handle)
+
+    async def wake(self, session: Session) -> int:
+        """Give the session a slab again, for which there must be room; how many tokens were computed for it."""
+        recomputed = await self.revive(session, await self.snapshot_of(session))
+        if len(session.history):
+            self._metrics.session_woken.labels("recomputed" if recomputed else "snapshot").inc()
+        return recomputed
+
+    async def revive(self, session: Session, content: bytes | None) -> int:
+        """The same from a given snapshot, or without one."""
+        tokens = session.history.tokens
+        if not tokens:
+            session.handle = await self._backend.open(sink=session.sink)
+            return 0
+        if content is not None:
+            try:
+                session.handle = await self._backend.restore(content, tokens)
+                return 0
+            except SnapshotMismatch as exc:
+                logger.warning("session %s is computed again: %s", session.id, exc)
+        handle = await self._backend.open(sink=session.sink)
+        try:
+            await self._backend.append(handle, tokens)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(self._backend.close(handle)))
+            raise
+        session.handle = handle
+        return len(tokens)
+
+    async def snapshot_of(self, session: Session) -> bytes | None:
+        """What its cache is at this moment, or was when it was parked. Nobody else may use the session meanwhile."""
+        if not len(session.history):
+            return None
+        if session.handle is not None:
+            return await self._backend.snapshot(session.handle)
+        return None if self._snapshots is None else await asyncio.to_thread(self._snapshots.get, session.id)
+
+    async def forget(self, session: Session) -> None:
+        """Nobody will ask for its snapshot any more."""
+        if self._snapshots is not None:
+            await asyncio.to_thread(self._snapshots.delete, session.id)
+
+    async def spill(self) -> None:
+        """Bring to disk what is in memory, for a shutdown."""
+        if self._snapshots is not None:
+            await asyncio.to_thread(self._snapshots.spill)
+
 
 Remove = Callable[[Session, str], Awaitable[object]]
 
@@ -17,40 +90,40 @@ class SlabCapacity:
     """`remove` takes a session out for good, and says why."""
 
     def __init__(
-        self, store: SessionRegistry, parking: Parking, remove: Remove, *, max_parked: int, metrics: Metrics
+        self, registry: SessionRegistry, parking: Parking, remove: Remove, *, max_parked: int, metrics: Metrics
     ) -> None:
-        self._store = store
+        self._registry = registry
         self._parking = parking
         self._remove = remove
         self._max_parked = max_parked
         self._metrics = metrics
 
     async def opened(self, opening: Callable[[], Coroutine[Any, Any, int]], *, may_evict: bool) -> int:
-        """What `opening` gives, once there is room. The place stays claimed: `Store.add` fills it."""
-        victim = self._store.claim_place()
+        """What `opening` gives, once there is room. The place stays claimed: `SessionRegistry.add` fills it."""
+        victim = self._registry.claim_place()
         try:
             await self._make_room(victim, may_evict=may_evict)
             return await opening()
         except BaseException:
-            self._store.release_place()
+            self._registry.release_place()
             raise
 
     async def wake(self, session: Session) -> None:
-        """A slab for a parked session whose gate is ours."""
-        victim = self._store.claim_place()
+        """A slab for a parked session that the caller has claimed."""
+        victim = self._registry.claim_place()
         try:
             await self._make_room(victim, may_evict=True)
             session.recomputed_tokens = await self._parking.wake(session)
         finally:
-            self._store.release_place()
+            self._registry.release_place()
 
     async def admit(self, session: Session, content: bytes | None) -> None:
         """A slab for a session from elsewhere, filled from its snapshot where that fits, and a place in the store."""
         session.recomputed_tokens = await self.opened(lambda: self._parking.revive(session, content), may_evict=True)
-        self._store.add(session)
+        self._registry.add(session)
 
     async def snapshot_of(self, session: Session) -> bytes | None:
-        """The cache of a session whose gate is ours, awake or not, where there is a snapshot to be had."""
+        """The cache of a session that the caller has claimed, live or parked; None where there is no snapshot."""
         return await self._parking.snapshot_of(session)
 
     async def park(self, session: Session) -> None:
@@ -62,7 +135,7 @@ class SlabCapacity:
 
     async def park_all(self) -> None:
         """For a shutdown: all caches that are worth it go where the next process finds them."""
-        for session in self._store:
+        for session in self._registry:
             if session.handle is not None and session.is_kept and not session.is_busy and not session.failure:
                 await self.park(session)
         await self._parking.spill()
@@ -74,12 +147,12 @@ class SlabCapacity:
     async def _make_room(self, victim: Session | None, *, may_evict: bool) -> None:
         if victim is None:
             return
-        if self._store.num_parked < self._max_parked:
+        if self._registry.num_parked < self._max_parked:
             await self.park(victim)
             return
         if not may_evict:
             raise CapacityExhausted("sessions hold all places; close one, or raise --sessions or --max-parked")
-        longest = self._store.longest_parked() if self._max_parked else None
+        longest = self._registry.longest_parked() if self._max_parked else None
         self._metrics.session_evicted.labels("capacity").inc()
         await self._remove(longest or victim, "evicted")
         if longest is not None:

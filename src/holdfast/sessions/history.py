@@ -1,11 +1,11 @@
-"""A token history in spans: runs of given tokens, runs of sampled ones with their logprobs."""
+"""A token history in spans: runs of given tokens, and runs of sampled ones with their logprobs."""
 
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from holdfast.generation import Sampled, StopReason
+from holdfast.generation import Done, Event, Sampled, StopReason
 
 
 class SpanKind(StrEnum):
@@ -130,3 +130,33 @@ class History:
                     span.stop_reason if last == span.end else None,
                 )
                 first = last
+
+
+class GenerationRecord:
+    """Records one generation into a history, each token once: the tokens it was given, then the sampled ones."""
+
+    def __init__(self, history: History, tokens: Sequence[int]) -> None:
+        self._history = history
+        self._tokens = tokens
+        self.start = len(history)
+        self._span = None if tokens else history.begin_sampled()
+
+    @property
+    def num_sampled(self) -> int:
+        return self._span.length if self._span else 0
+
+    def record(self, events: Sequence[Event], *, backend_length: int | None = None) -> None:
+        """Take `events` over. Any event, or a backend that has grown, means that the tokens were taken in."""
+        grown = backend_length is not None and backend_length > self.start
+        if self._span is None and (events or grown):
+            self._history.give(self._tokens)
+            self._span = self._history.begin_sampled()
+        for event in events:
+            if isinstance(event, Sampled) and self._span:
+                self._history.sample(self._span, event)
+            elif isinstance(event, Done):
+                self.end(event.stop_reason)
+
+    def end(self, reason: StopReason | None) -> None:
+        if self._span:
+            self._span.stop_reason = reason

@@ -1,45 +1,66 @@
-"""Operations on sessions: each is brought to its end whoever still waits, and only then is its session free again."""
+"""Operations on one claimed session. Each is brought to its end whoever still waits, and only then is it free again."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-from holdfast.errors import Draining, SessionFailed
+from holdfast.errors import Draining, HistoryConflict, HoldfastError, InvalidArgument, SessionFailed, SessionNotFound
+from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.observability.metrics import Metrics
-from holdfast.sessions.ports import Backend
+from holdfast.sessions.capacity import SlabCapacity
+from holdfast.sessions.history import GenerationRecord
+from holdfast.sessions.journal.base import Entry, HistoryRewound, Journal, Pinned, SessionKind, SessionOpened
+from holdfast.sessions.persistence import opened, spans_since
+from holdfast.sessions.ports import Backend, EventStream
 from holdfast.sessions.session import Session
+from holdfast.sessions.session_metrics import observe_batch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Conclude = Callable[[int], Coroutine[Any, Any, None]]  # learns the backend's length once the work is over
+Conclude = Callable[[int], Coroutine[Any, Any, None]]  # gets the backend's length once the work is over
+
+
+@dataclass(frozen=True, slots=True)
+class RewindResult:
+    history_length: int
+    recomputed_tokens: int
 
 
 class Operations:
-    """On one event loop. Sessions come in entered and awake."""
+    """What operations share, and how many run: a server that drains waits for them. On one event loop."""
 
-    def __init__(self, backend: Backend, metrics: Metrics) -> None:
-        self._backend = backend
-        self._metrics = metrics
+    def __init__(
+        self,
+        backend: Backend,
+        capacity: SlabCapacity,
+        journal: Journal,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.backend = backend
+        self.capacity = capacity
+        self.journal = journal
+        self.metrics = metrics
+        self.clock = clock
         self._is_draining = False
         self._num_running = 0
         self._all_idle = asyncio.Event()
         self._all_idle.set()
-        self._settling: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def check_open(self) -> None:
         if self._is_draining:
-            raise Draining("the server is shutting down; try another one")
+            raise Draining("the server is shutting down; send the request to another one")
 
     def begin(self) -> None:
         self._num_running += 1
         self._all_idle.clear()
-
-    def end(self, session: Session) -> None:
-        session.leave()
-        self.finish()
 
     def finish(self) -> None:
         self._num_running -= 1
@@ -47,7 +68,7 @@ class Operations:
             self._all_idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Admit nothing new, wait for what runs. False where something still ran at the end."""
+        """Admit nothing new and wait for what runs. False where something still ran at the end."""
         self._is_draining = True
         if not self._num_running:
             return True
@@ -57,58 +78,281 @@ class Operations:
             return False
         return True
 
-    async def carry_out(self, session: Session, work: Coroutine[Any, Any, T], conclude: Conclude) -> T:
-        """The result of `work`. A caller who leaves cancels it; `conclude` learns in any case what came of it."""
+    def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """A task that goes on though its caller is cancelled; its failure is logged."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()):  # a caller that still waits gets it too
+            logger.warning("an operation failed: %s", exc)
+
+
+class Claim:
+    """One session that nobody else may write until it is released. Use it as a context, or call `release`."""
+
+    def __init__(self, session: Session, operations: Operations, *, turn_id: str = "") -> None:
+        """Claims at once. Raises where the session is closed, busy or failed."""
+        session.enter(turn_id)
+        operations.begin()
+        self.session = session
+        self._operations = operations
+        self._settling: asyncio.Task[None] | None = None  # the end of the operation that ran last
+
+    @property
+    def history_length(self) -> int:
+        return len(self.session.history)
+
+    def check(self, *, kind: SessionKind | None, expected_length: int | None) -> None:
+        """Raises where the session is of another kind, or its history has another length."""
+        if expected_length is not None and expected_length != self.history_length:
+            raise HistoryConflict(expected=expected_length, actual=self.history_length)
+        if kind is not None and kind != self.session.kind:
+            raise InvalidArgument(f"session {self.session.id} {_USES[self.session.kind]}")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.release()
+
+    async def release(self) -> None:
+        """Free the session once everything begun on it has ended, even if the caller is cancelled meanwhile."""
+        if self._settling is None or self._settling.done():
+            self.release_now()
+        else:
+            await asyncio.shield(self._operations.in_background(self._free_when_settled(self._settling)))
+
+    def release_now(self) -> None:
+        """Free the session, on which nothing runs."""
+        self.session.leave()
+        self._operations.finish()
+
+    # Operations, one at a time
+
+    async def append(self, tokens: Sequence[int]) -> Done:
+        """Add given tokens and compute them. If the caller disconnects, the appended tokens stay."""
+        session, before = self.session, self.history_length
+        handle = await self.wake()
+
+        async def conclude(backend_length: int) -> None:
+            if backend_length == before + len(tokens):
+                session.history.give(tokens)
+                await self._record_since(before)
+
+        return await self._carry_out(self._backend.append(handle, tokens), conclude)
+
+    async def pin(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` in view from now on; only while the history is empty."""
+        session = self.session
+        self.check(kind=None, expected_length=0)
+        handle = await self.wake()
+
+        async def work() -> None:
+            await self._backend.pin(handle, num_tokens)
+            session.sink = num_tokens
+
+        async def conclude(backend_length: int) -> None:
+            if session.sink == num_tokens:
+                await self.record(Pinned(session.id, num_tokens))
+
+        await self._carry_out(work(), conclude)
+
+    async def generate(self, params: SamplingParams, tokens: Sequence[int] = ()) -> AsyncGenerator[list[Event], None]:
+        """Append `tokens`, then sample. Yields batches of events; the last ends with Done, once all is on record.
+
+        Close the generator to cancel; what was given and sampled until then stays.
+        """
+        handle = await self.wake()
+        clock, metrics = self._operations.clock, self._operations.metrics
+        started = last = clock()
+        record = GenerationRecord(self.session.history, tokens)
+        stream: EventStream | None = None
+        recording: asyncio.Task[None] | None = None
+        try:
+            stream = self._backend.generate(handle, params, tokens)
+            await stream.__aenter__()
+            async for batch in stream:
+                now = clock()
+                is_first = not record.num_sampled
+                observe_batch(metrics, batch, now - (started if is_first else last), is_first=is_first)
+                last = now
+                record.record(batch)
+                if isinstance(batch[-1], Done):
+                    recording = asyncio.ensure_future(self._record_since(record.start))
+                    await asyncio.shield(recording)
+                yield batch
+        finally:
+            await asyncio.shield(self._settle(self._end_generate(record, stream, recording)))
+
+    async def _end_generate(
+        self, record: GenerationRecord, stream: EventStream | None, recording: "asyncio.Task[None] | None"
+    ) -> None:
+        if stream is None:
+            return
+        await stream.__aexit__(None, None, None)
+        rest = stream.rest()
+        if rest:
+            observe_batch(self._operations.metrics, rest, 0.0, is_first=False)
+        if self.session.gate.is_closed:
+            return
+        if recording is not None:
+            await asyncio.gather(recording, return_exceptions=True)
+            return
+        record.record(rest, backend_length=self._backend_length())
+        if self.history_length > record.start:
+            await self._record_since(record.start)
+
+    async def adopt(self, given: Sequence[int], sampled: Sequence[Sampled], stop_reason: StopReason) -> None:
+        """Take over a turn that was generated elsewhere: tokens that were given, then tokens that were sampled."""
+        session, before = self.session, self.history_length
+        tokens = [*given, *(token.token for token in sampled)]
+        handle = await self.wake()
+
+        async def conclude(backend_length: int) -> None:
+            if backend_length == before + len(tokens):
+                record = GenerationRecord(session.history, given)
+                record.record(sampled, backend_length=backend_length)
+                record.end(stop_reason)
+
+        await self._carry_out(self._backend.append(handle, tokens), conclude)
+
+    async def rewind(self, length: int, *, is_limited: bool = True) -> RewindResult:
+        """Forget the tokens from `length` on."""
+        session = self.session
+        handle = await self.wake()
+
+        async def conclude(backend_length: int) -> None:
+            if backend_length != length:
+                return
+            try:
+                await self._record_tokens(HistoryRewound(session.id, length))
+            except HoldfastError:  # everything stays as it was: what was cut off is computed again
+                await self._backend.append(handle, session.history.slice(length, self.history_length))
+                raise
+            session.history.rewind(length)
+            session.num_rewinds += 1
+
+        work = self._backend.rewind(handle, length, is_limited=is_limited)
+        return RewindResult(length, await self._carry_out(work, conclude))
+
+    async def fork(self) -> int:
+        """The backend's handle of a copy of this session, which is awake. The caller has made room for it."""
+        return await self._backend.fork(await self.wake())
+
+    async def read_out(self, *, with_snapshot: bool) -> tuple[SessionOpened, list[Entry], bytes | None]:
+        """How the session was opened, its spans, and a snapshot of its cache. A parked session is not woken for it."""
+        session = self.session
+        try:
+            if session.parking is not None:
+                await asyncio.shield(session.parking)
+            snapshot = await self._operations.capacity.snapshot_of(session) if with_snapshot else None
+            self.check_not_closed()
+            return opened(session), spans_since(session, 0), snapshot
+        except HoldfastError:
+            self.check_not_closed()  # a session that was closed meanwhile is reported as closed, whatever else failed
+            raise
+
+    async def record(self, *entries: Entry) -> None:
+        """Write entries to the journal, if this session is journaled."""
+        if self.session.is_kept:
+            await self._operations.journal.write(*entries)
+
+    def check_not_closed(self) -> None:
+        """Closing beats everything: an operation overtaken by it fails instead of pretending that all went well."""
+        if self.session.gate.is_closed:
+            raise SessionNotFound(self.session.id, detail=self.session.closed_why or "closed")
+
+    # Inside
+
+    @property
+    def _backend(self) -> Backend:
+        return self._operations.backend
+
+    def _backend_length(self) -> int:
+        assert self.session.handle is not None
+        return self._backend.view(self.session.handle).history_length
+
+    async def wake(self) -> int:
+        """The backend's handle; a parked session gets a slab first."""
+        session = self.session
+        if session.parking is not None:  # it was being parked when it was claimed
+            await asyncio.shield(session.parking)
+        self.check_not_closed()
+        if session.handle is None:
+            await self._operations.capacity.wake(session)
+        assert session.handle is not None
+        return session.handle
+
+    async def _carry_out(self, work: Coroutine[Any, Any, T], conclude: Conclude) -> T:
+        """The result of `work`. A cancelled caller cancels it; `conclude` learns in any case what came of it."""
         task = asyncio.ensure_future(work)
 
         async def ending() -> None:
             await asyncio.gather(task, return_exceptions=True)
-            if not session.gate.is_closed:
-                await conclude(self._backend.view(live(session)).history_length)
+            if not self.session.gate.is_closed:
+                await conclude(self._backend_length())
 
         try:
-            await asyncio.shield(self.settle(session, ending()))
+            await asyncio.shield(self._settle(ending()))
         except asyncio.CancelledError:
             task.cancel()
             raise
-        return await task
+        result = await task
+        self.check_not_closed()
+        return result
 
-    def settle(self, session: Session, ending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Bring an operation to its end whoever still waits; only then is the session free again."""
-
+    def _settle(self, ending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         async def settle() -> None:
-            try:
-                await ending
-                if not session.gate.is_closed:
-                    self._check(session)
-            finally:
-                self.end(session)
+            await ending
+            if not self.session.gate.is_closed:
+                self._check_invariants()
 
-        task = asyncio.ensure_future(settle())
-        self._settling.add(task)
-        task.add_done_callback(self._settled)
-        return task
+        self._settling = self._operations.in_background(settle())
+        return self._settling
 
-    def _settled(self, task: "asyncio.Task[None]") -> None:
-        self._settling.discard(task)
-        if not task.cancelled() and (exc := task.exception()):  # whoever still waits for it is told, too
-            logger.warning("an operation ended badly: %s", exc)
-
-    def _check(self, session: Session) -> None:
-        view = self._backend.view(live(session))
+    def _check_invariants(self) -> None:
+        session, metrics = self.session, self._operations.metrics
+        assert session.handle is not None
+        view = self._backend.view(session.handle)
         if view.failure and not session.failure:
             session.failure = view.failure
             for kind in ("inv1", "inv2"):
                 if getattr(view, f"{kind}_violations"):
-                    self._metrics.invariant_violations.labels(kind).inc()
+                    metrics.invariant_violations.labels(kind).inc()
         try:
             session.check(view.history_length)
         except SessionFailed:
-            self._metrics.invariant_violations.labels("inv1").inc()
+            metrics.invariant_violations.labels("inv1").inc()
             raise
 
+    async def _record_tokens(self, *entries: Entry) -> None:
+        """The tokens of a chat are recorded with its turns."""
+        if self.session.kind == "tokens":
+            await self.record(*entries)
 
-def live(session: Session) -> int:
-    """The handle of a session that was entered, and so is awake."""
-    assert session.handle is not None
-    return session.handle
+    async def _record_since(self, start: int) -> None:
+        """Record what the history has gained; where that fails, it has gained nothing."""
+        session = self.session
+        try:
+            await self._record_tokens(*spans_since(session, start))
+        except HoldfastError:
+            assert session.handle is not None
+            await self._backend.rewind(session.handle, start, is_limited=False)
+            session.history.rewind(start)
+            raise
+
+    async def _free_when_settled(self, settling: "asyncio.Task[None]") -> None:
+        await asyncio.gather(settling, return_exceptions=True)
+        self.release_now()
+
+
+_USES = {
+    "chat": "is a chat session: over gRPC it can be read, forked and closed, not written",
+    "tokens": "is a session of raw tokens: it is written over gRPC",
+}

@@ -5,15 +5,17 @@ from collections.abc import Callable
 
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.history import History, Span, SpanKind
-from holdfast.sessions.journal.base import StoredSession, StoredTurn
-from holdfast.sessions.journal.entries import (
+from holdfast.sessions.journal.base import (
     Entry,
     ForkedFrom,
     HistoryRewound,
     SessionOpened,
+    Step,
+    StoredSession,
     TokensGiven,
     TokensSampled,
 )
+from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.session import Session
 
 
@@ -77,9 +79,9 @@ def restored(stored: StoredSession, clock: Callable[[], float]) -> Session:
     return session
 
 
-def _path(stored: StoredSession) -> list[StoredTurn]:
+def _path(stored: StoredSession) -> list[TurnRecord]:
     turns = {turn.number: turn for turn in stored.turns}
-    path: list[StoredTurn] = []
+    path: list[TurnRecord] = []
     number = max(turns, default=0)
     while number:
         path.append(turns[number])
@@ -87,17 +89,19 @@ def _path(stored: StoredSession) -> list[StoredTurn]:
     return path[::-1]
 
 
-def _repeat(history: History, step: TokensGiven | TokensSampled | HistoryRewound | StoredTurn) -> None:
-    if isinstance(step, HistoryRewound):
-        history.rewind(step.length)
-    elif isinstance(step, TokensGiven):
-        history.give(step.tokens)
-    elif isinstance(step, StoredTurn):
-        history.give(step.given)
-        _sample(history, step.sampled, step.logprobs, step.sampling_logprobs, _stop_reason(step.finish_reason))
-    else:
-        reason = StopReason(step.stop_reason) if step.stop_reason else None
-        _sample(history, step.tokens, step.logprobs, step.sampling_logprobs, reason)
+def _repeat(history: History, step: Step) -> None:
+    match step:
+        case HistoryRewound():
+            history.rewind(step.length)
+        case TokensGiven():
+            history.give(step.tokens)
+        case TurnRecord():
+            history.give(step.given)
+            reason = StopReason.MAX_TOKENS if step.finish_reason == "length" else StopReason.EOS
+            _sample(history, step.sampled, step.logprobs, step.sampling_logprobs, reason)
+        case TokensSampled():
+            own_reason = StopReason(step.stop_reason) if step.stop_reason else None
+            _sample(history, step.tokens, step.logprobs, step.sampling_logprobs, own_reason)
 
 
 def _sample(
@@ -111,7 +115,3 @@ def _sample(
     for token, logprob, sampling in zip(tokens, logprobs, sampling_logprobs, strict=True):
         history.sample(span, Sampled(token=token, logprob=logprob, sampling_logprob=sampling))
     span.stop_reason = reason
-
-
-def _stop_reason(finish_reason: str) -> StopReason:
-    return StopReason.MAX_TOKENS if finish_reason == "length" else StopReason.EOS

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from holdfast.generation import Done, Event, SamplingParams
+from holdfast.sessions.record import ByteRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +117,6 @@ class LogprobKind(StrEnum):
     RAW = "raw"  # the model's own, before temperature
     SAMPLING = "sampling"  # the one the token was drawn from
     UNKNOWN = "unknown"
-
-
-ByteRange = tuple[int, int]  # where something begins and ends in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

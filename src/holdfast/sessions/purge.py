@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from holdfast.errors import SessionNotFound
-from holdfast.sessions.journal.base import ClosedSession, Journal
-from holdfast.sessions.journal.entries import SessionPurged
+from holdfast.sessions.journal.base import ClosedSession, Journal, SessionPurged
 
 _CHUNK = 64  # sessions forgotten in one commit: turns of others come in between
 

@@ -71,8 +71,9 @@ class SessionRegistry:
         self._sessions[session.id] = session
 
     def remove(self, session: Session, why: str) -> None:
-        """Take a session out and remember why. Its gate closes: nobody enters any more."""
+        """Take a session out and remember why. From now on nobody can claim it."""
         session.gate.close()
+        session.closed_why = why
         del self._sessions[session.id]
         self.remember(session.id, session.owner, why)
 

@@ -1,19 +1,56 @@
-"""One session: what was said, what it is bound to, and whether the two agree."""
+"""One session: its history, its cache, and who may write it now."""
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.errors import SessionFailed
-from holdfast.sessions.gate import SessionGate
+from holdfast.errors import SessionBusy, SessionFailed, SessionNotFound
 from holdfast.sessions.history import History, SpanKind
-from holdfast.sessions.journal.entries import SessionKind
+from holdfast.sessions.journal.base import SessionKind
+
+
+class SessionGate:
+    """One writer at a time, and closing beats busy: `enter` and `leave` around every operation, `close` once.
+
+    Pure state: used on one event loop, never waits. `turn_id` names the chat turn that holds the session.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self._session_id = session_id
+        self._turn_id = ""
+        self._is_busy = False
+        self._is_closed = False
+
+    @property
+    def is_busy(self) -> bool:
+        return self._is_busy
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def enter(self, turn_id: str = "") -> None:
+        if self._is_closed:
+            raise SessionNotFound(self._session_id, detail="closed")
+        if self._is_busy:
+            what = f"turn {self._turn_id}" if self._turn_id else "another operation"
+            raise SessionBusy(f"session {self._session_id} is busy with {what}", turn_id=self._turn_id)
+        self._is_busy = True
+        self._turn_id = turn_id
+
+    def leave(self) -> None:
+        self._is_busy = False
+
+    def close(self) -> None:
+        if self._is_closed:
+            raise SessionNotFound(self._session_id, detail="closed")
+        self._is_closed = True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """Mutable; touched only on the event loop that serves it, by whoever holds its gate."""
+    """Mutable; touched only on the event loop that serves it, by whoever has claimed it."""
 
     id: str
     number: int  # in order of creation
@@ -32,8 +69,8 @@ class Session:
     gate: SessionGate = field(init=False)
     inv1_violations: int = 0
     num_rewinds: int = 0
-    num_holds: int = 0  # by those who will come back to it, and until then do nothing
     failure: str | None = None
+    closed_why: str = ""  # closed, expired or evicted
     parking: "asyncio.Task[None] | None" = None  # its slab is being freed
     recomputed_tokens: int = 0  # when it was woken last
     created_at: float = field(default_factory=time.time)
@@ -43,9 +80,9 @@ class Session:
         self.gate = SessionGate(self.id)
         self.last_used = self.clock()
 
-    def enter(self) -> None:
-        """Claim the session for one operation. Raises at once where it is closed, busy or failed."""
-        self.gate.enter()
+    def enter(self, turn_id: str = "") -> None:
+        """Claim the session. Raises at once where it is closed, busy or failed."""
+        self.gate.enter(turn_id)
         if self.failure:
             self.gate.leave()
             raise SessionFailed(f"session {self.id} has failed: {self.failure}")
@@ -63,8 +100,8 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something runs on it or is about to: it is not to be taken away."""
-        return self.gate.is_busy or self.num_holds > 0
+        """Whether someone has claimed it: it must not be parked, evicted or expired."""
+        return self.gate.is_busy
 
     @property
     def idle_s(self) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.sessions.history import SpanKind
-from holdfast.sessions.journal.entries import SessionKind
+from holdfast.sessions.journal.base import SessionKind
 from holdfast.sessions.ports import BackendView
 from holdfast.sessions.session import Session
 

@@ -83,7 +83,7 @@ def assemble(
         )
     if samples:
         return Export(samples=tuple(samples), session_metadata=summary)
-    was_sampled = any(node.sampled for path in paths for node in path)
+    was_sampled = any(node.turn.sampled for path in paths for node in path)
     reason = EmptyReason.ALL_TRUNCATED if was_sampled else EmptyReason.NO_RECORDS
     return Export(session_metadata=summary, empty_reason=reason)
 
@@ -92,21 +92,21 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
     turns = []
     for node in kept.nodes:
         is_cut = kept.is_cut and node is kept.nodes[-1]
-        start = node.end - len(node.given) - len(node.sampled)
-        sampled_start = start + len(node.given)
+        start = node.end - len(node.turn.given) - len(node.turn.sampled)
+        sampled_start = start + len(node.turn.given)
         turns.append(
             TurnSpan(
                 number=node.number,
                 start=start,
                 sampled_start=sampled_start,
                 end=sampled_start + kept.last_sampled if is_cut else node.end,
-                finish_reason="length" if is_cut else node.finish_reason,
+                finish_reason="length" if is_cut else node.turn.finish_reason,
                 masked=masked(node, seen, min_weight_version),
                 is_cut=is_cut,
-                sampling=_plain(node.facts.sampling, f"the sampling parameters of turn {node.number}"),
+                sampling=_plain(node.turn.facts.sampling, f"the sampling parameters of turn {node.number}"),
                 logprob_kind=_logprobs(node)[1],
-                weight_versions=node.facts.weight_versions,
-                reward=_reward(node.reward),
+                weight_versions=node.turn.facts.weight_versions,
+                reward=_reward(node.turn.reward),
             )
         )
     return tuple(turns)
@@ -123,9 +123,11 @@ def _sample(
     response_of: ResponseOf,
 ) -> Sample:
     nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
-    tokens = np.concatenate([np.asarray(part, np.int64) for node in nodes for part in (node.given, node.sampled)])
+    tokens = np.concatenate(
+        [np.asarray(part, np.int64) for node in nodes for part in (node.turn.given, node.turn.sampled)]
+    )
     trained = [_logprobs(node)[0] if turn.num_trained else None for node, turn in zip(nodes, turns, strict=True)]
-    has_both = all(_is_whole(node, node.sampling_logprobs) for node in nodes)
+    has_both = all(_is_whole(node, node.turn.sampling_logprobs) for node in nodes)
     rewards = [turn.reward for turn in turns if turn.reward is not None]
     is_truncated = kept.is_cut or num_left_out > 0
     return certify(
@@ -138,8 +140,8 @@ def _sample(
             tokens=tokens[:num_tokens],
             loss_mask=loss_mask(turns),
             rollout_log_probs=_spread(turns, trained),
-            logprobs=_spread(turns, [node.logprobs for node in nodes]),
-            sampling_logprobs=_spread(turns, [node.sampling_logprobs for node in nodes]) if has_both else None,
+            logprobs=_spread(turns, [node.turn.logprobs for node in nodes]),
+            sampling_logprobs=_spread(turns, [node.turn.sampling_logprobs for node in nodes]) if has_both else None,
             rollout_routed_experts=rows_of(
                 nodes, "routed_experts", num_tokens, num_layers=options.num_layers, response_of=response_of
             ),
@@ -166,23 +168,23 @@ def _logprobs(node: Node) -> "tuple[array[float], str]":
 
     Where both series are the same numbers, only one was known, and the turn's facts say which.
     """
-    if not _is_whole(node, node.logprobs):
+    turn = node.turn
+    if not _is_whole(node, turn.logprobs):
         raise SamplesUnusable(
-            f"turn {node.number} has no finite logprob for each of its {len(node.sampled)} tokens", reason="logprobs"
+            f"turn {node.number} has no finite logprob for each of its {len(turn.sampled)} tokens", reason="logprobs"
         )
-    kind = str(node.facts.logprob_kind)
-    if kind != "sampling" and node.sampling_logprobs != node.logprobs and _is_whole(node, node.sampling_logprobs):
-        return node.sampling_logprobs, "sampling"
-    return node.logprobs, kind
+    kind = str(turn.facts.logprob_kind)
+    has_both = turn.sampling_logprobs != turn.logprobs and _is_whole(node, turn.sampling_logprobs)
+    return (turn.sampling_logprobs, "sampling") if kind != "sampling" and has_both else (turn.logprobs, kind)
 
 
 def _is_whole(node: Node, logprobs: "array[float]") -> bool:
-    return len(logprobs) == len(node.sampled) and all(map(math.isfinite, logprobs))
+    return len(logprobs) == len(node.turn.sampled) and all(map(math.isfinite, logprobs))
 
 
 def _reward(reward: float | None) -> float | None:
     if reward is not None and not math.isfinite(reward):
-        raise SamplesUnusable(f"a reward is {reward}, which trains nothing", reason="reward")
+        raise SamplesUnusable("reward must be a finite number", reason="reward")
     return None if reward is None else float(reward)
 
 

@@ -34,22 +34,22 @@ def cut(path: Sequence[Node], max_seq_len: int | None) -> Kept | None:
     sampled would be left is the first turn that has any shortened, and then it says that it ended by length.
     """
     whole = [node for node in path if max_seq_len is None or node.end <= max_seq_len]
-    if any(node.sampled for node in whole):
-        return Kept(whole, len(whole[-1].sampled), False)
+    if any(node.turn.sampled for node in whole):
+        return Kept(whole, len(whole[-1].turn.sampled), False)
     if max_seq_len is None or len(whole) == len(path):
         return None
     crossing = path[len(whole)]
-    room = max_seq_len - (crossing.end - len(crossing.sampled))
-    return Kept([*whole, crossing], room, True) if room > 0 and crossing.sampled else None
+    room = max_seq_len - (crossing.end - len(crossing.turn.sampled))
+    return Kept([*whole, crossing], room, True) if room > 0 and crossing.turn.sampled else None
 
 
 def masked(node: Node, already_trained: Collection[int], min_weight_version: int | None) -> Masked:
     """Whether a turn is trained, and if not, why. What cannot be decided is an error."""
     if node.number in already_trained:
         return Masked.SHARED
-    if min_weight_version is None or not node.sampled:
+    if min_weight_version is None or not node.turn.sampled:
         return Masked.NO
-    for version in node.facts.weight_versions:
+    for version in node.turn.facts.weight_versions:
         number = version_number(version)
         if number is None:
             has = f"weight version {version!r}" if version else "no weight version"

@@ -80,7 +80,7 @@ def rows_of(
 
 
 def _text(node: Node, field: Field, response_of: ResponseOf) -> str | None:
-    said = node.facts.routed_experts if field == "routed_experts" else node.facts.indexer_topk
+    said = node.turn.facts.routed_experts if field == "routed_experts" else node.turn.facts.indexer_topk
     if said is None or isinstance(said, str):
         return said
     start, end = said

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 
-from holdfast.chat.continuation import TemplateInputs
 from holdfast.chats.samples.assembly import Detokenize, assemble
 from holdfast.chats.samples.options import Options, SessionFacts
 from holdfast.chats.samples.sample import Export
-from holdfast.chats.tree import Tree, TurnFacts
+from holdfast.chats.tree import Tree
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.history import SpanKind, SpanPiece
+from holdfast.sessions.record import TemplateInputs, TurnFacts
 
 _FINISH = {
     StopReason.MAX_TOKENS: "length",

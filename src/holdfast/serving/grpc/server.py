@@ -17,6 +17,7 @@ from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import Guard
 from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.keys import Keys
+from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
 
 SERVICE: str = runtime_pb2.DESCRIPTOR.services_by_name["RuntimeService"].full_name
@@ -45,14 +46,15 @@ class GrpcDoor:
         await self.server.stop(grace_s)
 
 
-def create_server(runtime: Runtime, config: ServeConfig, keys: Keys | None = None) -> GrpcDoor:
+def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, keys: Keys | None = None) -> GrpcDoor:
     """Binds at once; a port that is taken is a ConfigError."""
     options = [
         ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
         ("grpc.so_reuseport", 0),  # two servers on one port would share calls at random
     ]
     server = grpc.aio.server(interceptors=[Guard(SERVICE, keys or Keys(), runtime.metrics)], options=options)
-    rpc.add_RuntimeServiceServicer_to_server(RuntimeService(runtime, max_session_mb=config.max_session_mb), server)  # type: ignore[no-untyped-call]
+    service = RuntimeService(runtime, transfers, max_session_mb=config.max_session_mb)
+    rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

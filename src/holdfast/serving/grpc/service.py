@@ -25,9 +25,9 @@ _MB = 1024 * 1024
 class RuntimeService(rpc.RuntimeServiceServicer):
     """Owners come from the interceptor; errors are raised and translated there."""
 
-    def __init__(self, runtime: Runtime, *, max_session_mb: int = 1024) -> None:
+    def __init__(self, runtime: Runtime, transfers: Transfers | None = None, *, max_session_mb: int = 1024) -> None:
         self._runtime = runtime
-        self._transfers = Transfers(runtime)
+        self._transfers = transfers or Transfers(runtime)
         self._max_session_mb = max_session_mb
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
@@ -77,24 +77,22 @@ class RuntimeService(rpc.RuntimeServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest | pb.TurnRequest, tokens: list[int]
     ) -> AsyncIterator[pb.GenerateEvent]:
-        owner = current_owner.get()
-        eos = self._runtime.eos_token_ids(request.session_id, owner)
-        batches = self._runtime.generate(
-            request.session_id,
-            owner,
-            convert.sampling_params(request.sampling, request.max_tokens, eos),
-            tokens=tokens,
-            expected_length=_optional(request, "expected_history_length"),
-        )
+        owner, session_id = current_owner.get(), request.session_id
+        eos = self._runtime.eos_token_ids(session_id, owner)
+        params = convert.sampling_params(request.sampling, request.max_tokens, eos)
+        expected = _optional(request, "expected_history_length")
         done: list[Event] = []
-        async with contextlib.aclosing(batches):
+        async with (
+            self._runtime.claim(session_id, owner, kind="tokens", expected_length=expected) as claim,
+            contextlib.aclosing(claim.generate(params, tokens)) as batches,
+        ):
             async for batch in batches:
                 for value in batch:
                     if isinstance(value, Done):
                         done.append(value)
                     else:
                         yield convert.event(value)
-        for value in done:  # whoever has heard it may go on at once: the session is idle
+        for value in done:  # only now is the session free: a client that gets this may go on at once
             yield convert.event(value)
 
     async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:

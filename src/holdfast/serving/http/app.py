@@ -1,6 +1,6 @@
-"""The ASGI application of the HTTP door."""
+"""The ASGI application of the HTTP endpoint: its routes, and what they are wired to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -8,30 +8,17 @@ from starlette.responses import Response
 from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.matching import load_matcher
-from holdfast.chats.control import Control
-from holdfast.chats.embedded_turn import EmbeddedTurns
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
-from holdfast.chats.trajectory import HistoryRules
-from holdfast.chats.turn import ChatTurns
-from holdfast.chats.turn_source import TurnSource
-from holdfast.chats.upstream_turn import UpstreamTurns
-from holdfast.config import ChatConfig, ServeConfig
+from holdfast.config import ServeConfig
 from holdfast.serving.http.middleware import IMPORT_PATH, HttpMiddleware, owner_of
 from holdfast.serving.http.openapi import document
-from holdfast.serving.http.routes_control import ControlRoutes
-from holdfast.serving.http.routes_health import HealthRoutes
+from holdfast.serving.http.routes_admin import ControlRoutes, HealthRoutes
+from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
-from holdfast.serving.http.routes_purge import PurgeRoutes
-from holdfast.serving.http.routes_samples import SampleRoutes
 from holdfast.serving.http.routes_sessions import SessionRoutes
-from holdfast.serving.http.routes_transfer import TransferRoutes
 from holdfast.serving.http.routes_upstream import METHODS, Upstream, UpstreamRoutes
 from holdfast.serving.keys import Keys
-from holdfast.sessions.admission import Admission
-from holdfast.sessions.journal.base import StoredSession
 from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
 
@@ -40,14 +27,13 @@ def create_app(
     runtime: Runtime,
     config: ServeConfig,
     *,
-    chat: ChatModel | None = None,
-    chat_config: ChatConfig | None = None,
+    chats: ChatService | None = None,
+    transfers: Transfers | None = None,
     upstream: Upstream | None = None,
-    stored: Sequence[StoredSession] = (),
     keys: Keys | None = None,
     not_ready: Callable[[], str | None] = lambda: None,
 ) -> ASGIApp:
-    """Health and metrics, and where there is a `chat` model everything that speaks OpenAI."""
+    """Health and metrics, and where there are `chats` the whole API."""
     health = HealthRoutes(runtime.metrics, not_ready)
     routes = [
         Route("/health", health.health),
@@ -56,31 +42,21 @@ def create_app(
         Route("/metrics", health.metrics),
         Route("/openapi.json", document),
     ]
-    if chat is not None:
-        routes += _chat_routes(runtime, config, chat, chat_config or ChatConfig(), upstream=upstream, stored=stored)
-    return HttpMiddleware(
-        _Routes(Router(routes, default=_not_found, redirect_slashes=False)), config, keys or Keys(), runtime.metrics
-    )
+    if chats is not None:
+        routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream)
+    router = Router(routes, default=_not_found, redirect_slashes=False)
+    return HttpMiddleware(_Routes(router), config, keys or Keys(), runtime.metrics)
 
 
 def _chat_routes(
-    runtime: Runtime,
-    config: ServeConfig,
-    chat: ChatModel,
-    rules: ChatConfig,
-    *,
-    upstream: Upstream | None,
-    stored: Sequence[StoredSession],
+    chats: ChatService, transfers: Transfers, config: ServeConfig, upstream: Upstream | None
 ) -> list[Route]:
-    admission = _admission(runtime, config)
-    chats = _chats(runtime, config, chat, rules, admission=admission, upstream=upstream)
-    for session in stored:
-        if session.opened.kind == "chat":
-            chats.restore(session)
-    openai = OpenAIRoutes(chat, runtime.model, StatelessReplies(runtime, admission))
-    sessions = SessionRoutes(chat, runtime.model, chats, is_relayed=upstream is not None)
-    controls = ControlRoutes(chats)
-    transfer = TransferRoutes(Transfers(runtime))
+    setup = chats.setup
+    runtime = setup.runtime
+    openai = OpenAIRoutes(setup.chat, runtime.model, StatelessReplies(runtime, setup.admission))
+    sessions = SessionRoutes(chats, is_relayed=upstream is not None)
+    data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
+    control = ControlRoutes(chats)
 
     async def session_models(request: Request) -> Response:
         chats.get(request.path_params["session_id"], owner_of(request))
@@ -96,58 +72,21 @@ def _chat_routes(
         Route("/v1/models", openai.models),
         Route("/v1/models/{model:path}", openai.model),
         Route("/sessions", sessions.create, methods=["POST"]),
-        Route(IMPORT_PATH, transfer.import_session, methods=["POST"]),
-        Route("/sessions/purge", PurgeRoutes(runtime, retain_days=config.retain_days).purge, methods=["POST"]),
+        Route(IMPORT_PATH, data.import_session, methods=["POST"]),
+        Route("/sessions/purge", data.purge, methods=["POST"]),
         Route("/sessions", sessions.list_sessions),
         Route(one, sessions.show),
         Route(one, sessions.delete, methods=["DELETE"]),
         Route(f"{one}/fork", sessions.fork, methods=["POST"]),
-        Route(f"{one}/export", transfer.export),
-        Route(f"{one}/samples", SampleRoutes(chats).samples, methods=["POST"]),
+        Route(f"{one}/export", data.export),
+        Route(f"{one}/samples", data.samples, methods=["POST"]),
         Route(f"{one}/reward", sessions.reward, methods=["POST"]),
         Route(f"{one}/v1/chat/completions", sessions.session_chat, methods=["POST"]),
-        Route("/control/pause", controls.pause, methods=["POST"]),
-        Route("/control/resume", controls.resume, methods=["POST"]),
-        Route("/control/weight_version", controls.weight_version, methods=["PUT"]),
+        Route("/control/pause", control.pause, methods=["POST"]),
+        Route("/control/resume", control.resume, methods=["POST"]),
+        Route("/control/weight_version", control.weight_version, methods=["PUT"]),
         *rest,
     ]
-
-
-def _admission(runtime: Runtime, config: ServeConfig) -> Admission:
-    return Admission(
-        config.max_concurrent or runtime.capacity,
-        max_queue=config.queue_max if config.admission == "queue" else 0,
-        max_wait_s=config.queue_max_wait_s,
-        metrics=runtime.metrics,
-    )
-
-
-def _chats(
-    runtime: Runtime,
-    config: ServeConfig,
-    chat: ChatModel,
-    rules: ChatConfig,
-    *,
-    admission: Admission,
-    upstream: Upstream | None,
-) -> ChatService:
-    control = Control(weight_version=config.weight_version, max_wait_s=config.pause_max_wait_s)
-    making: TurnSource = EmbeddedTurns(runtime, chat, control)
-    if upstream is not None:
-        making = UpstreamTurns(runtime, upstream.chat, control)
-    turns = ChatTurns(
-        runtime,
-        chat,
-        making,
-        rules=HistoryRules(
-            matcher=load_matcher(rules.matcher),
-            max_rollback=rules.max_rollback,
-            may_edit_replies=rules.edited_reply == "branch",
-        ),
-        admission=admission,
-        control=control,
-    )
-    return ChatService(runtime, chat, turns, control)
 
 
 class _Routes:

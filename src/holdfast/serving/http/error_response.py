@@ -98,16 +98,15 @@ def _enveloped(error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         body = envelope(_said(error), status=error.status_code, code=_CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=_plain(error.headers))
-    return JSONResponse(envelope("an error of the server's own; it was logged", status=500, code="internal"), 500)
+    return JSONResponse(INTERNAL, 500)
 
 
+INTERNAL = envelope("internal error; see the server log", status=500, code="internal")
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def _said(error: HTTPException) -> str:
-    return {404: "there is nothing at this path", 405: "this path does not take that method"}.get(
-        error.status_code, error.detail
-    )
+    return {404: "no such path", 405: "this path does not allow the method"}.get(error.status_code, error.detail)
 
 
 def _plain(headers: Mapping[str, str] | None) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Around every request: an id, a key, a size limit, one error table, one count, one line in the access log."""
+"""Around every request: a request id, the API key, a size limit, the error table, a count, and the access log."""
 
 import email.utils
 import logging
@@ -17,7 +17,7 @@ from holdfast.config import ServeConfig
 from holdfast.errors import HoldfastError, PayloadTooLarge
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.http.error_response import response_for
-from holdfast.serving.http.event_stream import ClientGone
+from holdfast.serving.http.response import ClientGone
 from holdfast.serving.keys import Keys
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Stateless endpoints: each request is one single-shot session."""
+"""Stateless OpenAI endpoints: each request is a session that lives for one reply."""
 
 import time
 from dataclasses import replace
@@ -14,45 +14,45 @@ from holdfast.off_loop import run_off_loop
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, checked_ids, prompts, sampling_params, stop_strings
 from holdfast.serving.http.render import ChatWriter, TextWriter
-from holdfast.serving.http.reply_response import Outgoing, answer
+from holdfast.serving.http.response import reply_response
 from holdfast.serving.http.schema import ChatCompletion, Completion, decode
 from holdfast.sessions.ports import ModelInfo
 
 
 class OpenAIRoutes:
-    def __init__(self, chat: ChatModel, model: ModelInfo, shots: StatelessReplies) -> None:
+    def __init__(self, chat: ChatModel, model: ModelInfo, replies: StatelessReplies) -> None:
         self._chat = chat
         self._model = model
-        self._shots = shots
+        self._replies = replies
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
         raw = await request.body()
         body = decode(raw, ChatCompletion)
         chat, model = self._chat, self._model
-        asked = await chat_request(body, chat, model)
+        chat_body = await chat_request(body, chat, model)
         pinned = None
         if body.input_ids is not None:
             ids, is_reasoning = checked_ids(body.input_ids, "input_ids", model), False
         else:
-            first, pinning, given = chat.continuation.first, chat.continuation.pinned, (asked.tools, asked.variables)
-            prompt = await run_off_loop(partial(first, asked.messages, *given), len(raw))
+            messages, given = chat_body.messages, (chat_body.tools, chat_body.variables)
+            prompt = await run_off_loop(partial(chat.continuation.first, messages, *given), len(raw))
             ids, is_reasoning = prompt.ids, prompt.is_reasoning
-            pinned = await run_off_loop(partial(pinning, asked.messages, model.max_pin, *given), len(raw))
-        params = asked.params
+            pinned = await run_off_loop(partial(chat.continuation.pinned, messages, model.max_pin, *given), len(raw))
+        params = chat_body.params
         if not (body.max_completion_tokens or body.max_tokens):  # until the window is full
             params = replace(params, max_tokens=max(1, model.recent - len(ids)))
-        shot = StatelessRequest(
+        stateless = StatelessRequest(
             prompts=[ids],
             params=params,
             new_answer=partial(
                 chat.answer,
-                stop=asked.stop,
-                tools=asked.callable_tools,
+                stop=chat_body.stop,
+                tools=chat_body.callable_tools,
                 is_reasoning=is_reasoning and params.constraint is None,
             ),
             num_choices=body.n or 1,
-            may_truncate=asked.may_truncate,
+            may_truncate=chat_body.may_truncate,
             pin_tokens=max(model.sink, pinned or 0),
         )
         writer = ChatWriter(
@@ -61,13 +61,13 @@ class OpenAIRoutes:
             with_logprobs=bool(body.logprobs),
             with_meta_info=bool(body.return_meta_info),
         )
-        return await answer(request, body, Outgoing(self._shots.replies(owner_of(request), shot), writer))
+        return await reply_response(request, body, self._replies.replies(owner_of(request), stateless), writer)
 
     async def completions(self, request: Request) -> Response:
         raw = await request.body()
         body = decode(raw, Completion)
         chat, model = self._chat, self._model
-        shot = StatelessRequest(
+        stateless = StatelessRequest(
             prompts=await run_off_loop(partial(prompts, body, chat, model), len(raw)),
             params=sampling_params(
                 body,
@@ -82,7 +82,7 @@ class OpenAIRoutes:
             field="prompt",
         )
         writer = TextWriter(model=model.name, tokenizer=chat.tokenizer, with_logprobs=body.logprobs is not None)
-        return await answer(request, body, Outgoing(self._shots.replies(owner_of(request), shot), writer))
+        return await reply_response(request, body, self._replies.replies(owner_of(request), stateless), writer)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry()]})

@@ -1,7 +1,6 @@
 """Session endpoints: an OpenAI client whose base URL is a session."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -9,30 +8,26 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from holdfast.chat.chat_model import ChatModel
-from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
-from holdfast.chats.idempotency import IdempotencyKey
+from holdfast.chats.events import TurnRequest
+from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
 from holdfast.errors import InvalidArgument
-from holdfast.serving.http.event_stream import unless_disconnected
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, relayed_request
 from holdfast.serving.http.render import ChatWriter
+from holdfast.serving.http.response import TurnResponder
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward, decode
 from holdfast.serving.http.session_json import session_json, trajectory_json
-from holdfast.serving.http.turn_response import TurnResponder, answer_turn, whole_response
 from holdfast.sessions.page import page_of, page_start
-from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.view import SessionState
 
 
 class SessionRoutes:
-    """`is_relayed`: an upstream generates, and knows more fields than we do."""
+    """`is_relayed`: an upstream generates, and knows more request fields than we do."""
 
-    def __init__(self, chat: ChatModel, model: ModelInfo, chats: ChatService, *, is_relayed: bool = False) -> None:
-        self._chat = chat
-        self._model = model
+    def __init__(self, chats: ChatService, *, is_relayed: bool = False) -> None:
         self._chats = chats
+        self._runtime = chats.setup.runtime
         self._is_relayed = is_relayed
 
     async def create(self, request: Request) -> Response:
@@ -48,7 +43,7 @@ class SessionRoutes:
 
     async def list_sessions(self, request: Request) -> Response:
         query = request.query_params
-        views = self._chats.list_views(owner_of(request), after=page_start(query.get("page_token", "")))
+        views = self._runtime.list_sessions(owner_of(request), after=page_start(query.get("page_token", "")))
         page = page_of(views, label=query.get("label"), state=_state(query), size=_page_size(query))
         listed = {"object": "list", "data": [session_json(view) for view in page.views]}
         return JSONResponse(listed | {"next_page_token": page.next_token})
@@ -58,8 +53,8 @@ class SessionRoutes:
         query = request.query_params
         rest = await trajectory_json(
             trajectory,
-            self._chat,
-            self._chats.journal,
+            self._chats.setup.chat,
+            self._runtime.journal,
             all_branches=query.get("branches") == "all",
             with_payloads=query.get("payloads") != "false",
         )
@@ -67,7 +62,7 @@ class SessionRoutes:
         return Response(content, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
-        await self._chats.close(request.path_params["session_id"], owner_of(request))
+        await self._runtime.close(request.path_params["session_id"], owner_of(request))
         return Response(status_code=204)
 
     async def fork(self, request: Request) -> Response:
@@ -84,54 +79,45 @@ class SessionRoutes:
 
     async def session_chat(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)
-        self._chats.get(session_id, owner)  # unknown beats malformed
-        raw = await request.body()
-        body, asked = await self._asked(request, raw)
-        turn = self._chats.turn(session_id, owner, asked)
+        self._chats.get(session_id, owner)  # an unknown session is reported before a malformed body
+        body, turn_request = await self._turn_request(request, await request.body())
+        events = self._chats.turn(session_id, owner, turn_request)
+        responder = TurnResponder(
+            events,
+            dropped=lambda: self._chats.get(session_id, owner)[0].dropped_token_count,
+            confirm=lambda number: self._chats.confirm(session_id, number),
+        )
         try:
-            first = await unless_disconnected(request.receive, anext(turn))
-            if isinstance(first, TurnStarted):
-                return await answer_turn(request, body, self._outgoing(session_id, owner, turn, first))
-            assert isinstance(first, TurnResponse)
-            number = first.number or 0
-
-            def sent() -> None:
-                self._chats.confirm(session_id, number)
-
-            return whole_response(first, {}, is_stream=bool(body.stream), on_sent=sent)
+            own = body if isinstance(body, ChatCompletion) else None
+            return await responder.respond(request, own, is_stream=bool(body.stream))
         except BaseException:
-            await turn.aclose()
+            await events.aclose()
             raise
 
-    def _outgoing(
-        self, session_id: str, owner: str, turn: AsyncGenerator[TurnEvent, None], begun: TurnStarted
-    ) -> TurnResponder:
-        def dropped() -> int:
-            return self._chats.get(session_id, owner)[0].dropped_token_count
-
-        return TurnResponder(turn, begun, dropped, lambda number: self._chats.confirm(session_id, number))
-
-    async def _asked(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, TurnRequest]:
+    async def _turn_request(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, TurnRequest]:
+        chat, model = self._chats.setup.chat, self._runtime.model
         body = decode(raw, RelayedChat) if self._is_relayed else decode(raw, ChatCompletion)
         if body.n not in (None, 1):
-            raise InvalidArgument("n must be 1 on a session: a history has one next turn; fork it for more", param="n")
+            raise InvalidArgument("n must be 1 on a session; fork the session to get several replies", param="n")
         if body.input_ids is not None:
-            raise InvalidArgument("input_ids: a session keeps its own token ids", param="input_ids")
+            raise InvalidArgument(
+                "input_ids: not allowed on a session, which keeps its own token ids", param="input_ids"
+            )
         fields: dict[str, Any] = msgspec.json.decode(raw)
         if isinstance(body, ChatCompletion):
-            asked = await chat_request(body, self._chat, self._model, fields=fields, num_bytes=len(raw))
+            chat_body = await chat_request(body, chat, model, fields=fields, num_bytes=len(raw))
         else:
-            asked = relayed_request(body, self._chat, fields=fields, num_bytes=len(raw))
+            chat_body = relayed_request(body, chat, fields=fields, num_bytes=len(raw))
         writer = ChatWriter(
-            model=self._model.name,
-            tokenizer=self._chat.tokenizer,
+            model=model.name,
+            tokenizer=chat.tokenizer,
             with_logprobs=isinstance(body, ChatCompletion) and bool(body.logprobs),
             with_meta_info=isinstance(body, ChatCompletion) and bool(body.return_meta_info),
         )
-        return body, TurnRequest(request=asked, writer=writer, ticket=_ticket(request, raw))
+        return body, TurnRequest(request=chat_body, writer=writer, key=_key(request, raw))
 
 
-def _ticket(request: Request, raw: bytes) -> IdempotencyKey:
+def _key(request: Request, raw: bytes) -> IdempotencyKey:
     retries = request.headers.get("x-stainless-retry-count", "")
     is_retry = retries.isascii() and retries.isdigit() and int(retries) > 0
     return IdempotencyKey.of(raw, key=request.headers.get("idempotency-key", ""), is_retry=is_retry)

@@ -1,4 +1,4 @@
-"""What of the upstream a session's owner may reach besides chat: an allow-list, else 404."""
+"""The other paths of an upstream that the owner of a session may use: an allow-list, else 404."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from starlette.responses import Response
 from holdfast.backends.passthrough import Routes, forward, match
 from holdfast.backends.transport import Transport
 from holdfast.chats.service import ChatService
-from holdfast.serving.http.event_stream import unless_disconnected
 from holdfast.serving.http.middleware import owner_of
+from holdfast.serving.http.response import unless_disconnected
 from holdfast.sessions.ports import ChatUpstream
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -18,7 +18,7 @@ METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The server that generates in our place, and which of its paths are open."""
+    """The server that generates instead of our engine, and which of its paths are open."""
 
     chat: ChatUpstream
     transport: Transport

@@ -1,14 +1,19 @@
-"""Sessions as they are shown: how they stand, what was said, and every turn on record."""
+"""A session as JSON: its state, its messages, and every turn on record."""
 
 import asyncio
 from typing import Any
 
+import msgspec
+
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chats.record_json import mismatch, record_of, request_of, response_of
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
-from holdfast.sessions.journal.base import Journal
+from holdfast.errors import InvalidArgument
+from holdfast.sessions.journal.base import Journal, with_bodies
+from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.view import SessionView
+
+HEAVY = ("routed_experts", "indexer_topk")
 
 
 def session_json(view: SessionView) -> dict[str, Any]:
@@ -34,22 +39,14 @@ def session_json(view: SessionView) -> dict[str, Any]:
 async def trajectory_json(
     trajectory: Trajectory, chat: ChatModel, journal: Journal, *, all_branches: bool, with_payloads: bool
 ) -> dict[str, Any]:
-    """A trajectory: the current path's records, or all of them, and what a trainer asks about it.
+    """The records of the current path or of all branches, and what a trainer needs to know about the trajectory.
 
-    Records repeat their prompts, so all of it may be large: it is put together in a thread.
+    Records repeat their prompts, so all of it may be large: it is assembled in a thread.
     """
     tip, nodes = trajectory.tree.tip, list(trajectory.tree.nodes)
     path = tip.path()
     asked = nodes if all_branches else path
-    bodies = [
-        (
-            node,
-            await request_of(node, trajectory.session_id, journal),
-            await response_of(node, trajectory.session_id, journal),
-        )
-        for node in asked
-        if node.record is not None
-    ]
+    turns = [await with_bodies(node.turn, trajectory.session_id, journal) for node in asked]
     facts = {
         "group": trajectory.group,
         "created_at": trajectory.created_at,
@@ -57,33 +54,93 @@ async def trajectory_json(
         "branches": trajectory.num_branches,
         "reward": trajectory.reward,
     }
-    num_control = trajectory.num_control
+    num_control = sum(node.turn.num_control for node in nodes)
 
-    def put_together() -> dict[str, Any]:
+    def assemble() -> dict[str, Any]:
         current = {node.number for node in path}
         return facts | {
             "messages": list(tip.spoken()),
-            "records": [record_of(*body, with_payloads=with_payloads) for body in bodies],
+            "records": [
+                _record_json(node, turn, with_payloads=with_payloads) for node, turn in zip(asked, turns, strict=True)
+            ],
             "metadata": {
                 "accumulated_token_ids": tip.ids(),
                 "max_trim_tokens": 0,
-                "tito_session_mismatch": mismatch(tip, chat),
+                "tito_session_mismatch": _mismatch(tip, chat),
                 "control_tokens_spelled": num_control,
                 "tree": [_summary(node, is_current=node.number in current) for node in nodes],
             },
         }
 
-    return await asyncio.to_thread(put_together)
+    return await asyncio.to_thread(assemble)
 
 
 def _summary(node: Node, *, is_current: bool) -> dict[str, Any]:
+    turn = node.turn
     return {
-        "turn": node.number,
+        "turn": turn.number,
         "parent": node.parent.number if node.parent else None,
         "is_current": is_current,
-        "given_tokens": len(node.given),
-        "sampled_tokens": len(node.sampled),
-        "finish_reason": node.finish_reason,
-        "delivered": node.is_delivered,
-        "reward": node.reward,
+        "given_tokens": len(turn.given),
+        "sampled_tokens": len(turn.sampled),
+        "finish_reason": turn.finish_reason,
+        "delivered": turn.is_delivered,
+        "reward": turn.reward,
     }
+
+
+def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) -> dict[str, Any]:
+    """A turn's record with its whole prompt; `turn` is the node's, with its bodies. The response is not parsed."""
+    assert node.parent is not None
+    reply = turn.response or b""
+    request = msgspec.json.decode(turn.request or b"{}")
+    if "messages" in request:
+        request["messages"] = [*node.parent.spoken(), *request["messages"]]
+    if with_payloads:
+        request["input_ids"] = node.parent.ids() + list(turn.given)
+    response: Any = msgspec.Raw(reply)
+    if not with_payloads and any(name.encode() in reply for name in HEAVY):
+        response = _without(msgspec.json.decode(reply), HEAVY)
+    return {
+        "timestamp": turn.facts.ended_at,
+        "request_timestamp": turn.facts.started_at,
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "request": request,
+        "response": response,
+        "status_code": 200,
+        "turn": node.number,
+        "parent": node.parent.number,
+        "delivered": turn.is_delivered,
+        "reward": turn.reward,
+        "logprob_kind": turn.facts.logprob_kind,
+        "weight_versions": list(turn.facts.weight_versions),
+    }
+
+
+def _mismatch(tip: Node, chat: ChatModel) -> dict[str, Any] | None:
+    """Where the recorded tokens differ from what the template renders for the messages now; None where they do not.
+
+    They often do: templates strip reasoning from the past, models write calls their own way. It is reported, not fixed.
+    """
+    if tip.parent is None:
+        return None
+    root = tip.path()[0].turn.root
+    tools, variables = msgspec.json.decode(root.tools), msgspec.json.decode(root.variables)
+    stored = tip.ids()
+    try:
+        rendered = chat.continuation.first(list(tip.spoken()), tools, variables).ids
+    except InvalidArgument as exc:
+        return {"reason": str(exc)}
+    for position, (one, other) in enumerate(zip(stored, rendered, strict=False)):
+        if one != other:
+            around = slice(max(0, position - 8), position + 8)
+            decode = chat.tokenizer.decode
+            return {"position": position, "stored": decode(stored[around]), "rendered": decode(rendered[around])}
+    return None
+
+
+def _without(value: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(item, names) for key, item in value.items() if key not in names}
+    return [_without(item, names) for item in value] if isinstance(value, list) else value

@@ -1,31 +1,158 @@
-"""What a journal promises, what it gives back, and the journal of those who want none."""
+"""What is journaled, what a journal promises, and the journal of a server that keeps nothing. Pure data and a protocol.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+Entries are facts about sessions, each true from the moment it is on disk. Arrays are int32 tokens (`array("i")`) and
+float64 logprobs (`array("d")`); they must not change once they were handed over.
+"""
 
-from holdfast.errors import SessionNotFound
-from holdfast.sessions.journal.entries import (
-    Entry,
-    HistoryRewound,
-    SessionOpened,
-    TokensGiven,
-    TokensSampled,
-    TurnFields,
-)
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import msgspec
+
+from holdfast.errors import InvalidArgument, SessionNotFound
+from holdfast.sessions.record import TurnRecord
+
+SessionKind = Literal["tokens", "chat"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedFrom:
+    """Where a session comes from. The journal copies `turns` of the source, in order, as turns 1, 2, ... of the fork,
+    each below the one before, without their tickets; bodies are shared. Spans are the writer's to write."""
+
+    session_id: str
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTurn(TurnFields):
-    """A turn as it is on record, without the bytes of its request and response: those are read when asked for."""
+class SessionOpened:
+    """A session as its creator asked for it. `sink` is what the backend keeps, `pin_tokens` what the client said."""
 
-    request_bytes: int
-    response_bytes: int
-    reward: float | None
-    is_delivered: bool
+    session_id: str
+    number: int
+    owner: str
+    created_at: float
+    kind: SessionKind = "tokens"
+    label: str = ""
+    group: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    sink: int = 0
+    pin_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    forked_from: ForkedFrom | None = None
 
 
-Step = TokensGiven | TokensSampled | HistoryRewound | StoredTurn
+@dataclass(frozen=True, slots=True)
+class TokensGiven:
+    """Tokens at the end of a history. Two in a row are one span."""
+
+    session_id: str
+    tokens: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSampled:
+    """A sampled span."""
+
+    session_id: str
+    tokens: "array[int]"
+    logprobs: "array[float]"
+    sampling_logprobs: "array[float]"
+    stop_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRewound:
+    """The history ends at `length` from here on."""
+
+    session_id: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecorded:
+    """A chat turn with its bodies. `turn` must not change before it is on disk."""
+
+    session_id: str
+    turn: TurnRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDelivered:
+    """The reply has reached its client, as far as a server can know."""
+
+    session_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """What a turn was worth, or with `turn` None the session. The last one counts."""
+
+    session_id: str
+    turn: int | None
+    reward: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise InvalidArgument("reward must be a finite number", param="reward")
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The backend keeps the first `sink` tokens from here on."""
+
+    session_id: str
+    sink: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """`why`: closed, expired or evicted. What is on record stays until it is purged."""
+
+    session_id: str
+    why: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPurged:
+    """Nothing of the session is on record any more."""
+
+    session_id: str
+
+
+Entry = (
+    SessionOpened
+    | TokensGiven
+    | TokensSampled
+    | HistoryRewound
+    | TurnRecorded
+    | TurnDelivered
+    | Rewarded
+    | Pinned
+    | SessionClosed
+    | SessionPurged
+)
+
+
+def num_bytes(entry: Entry) -> int:
+    """Roughly what an entry takes in memory until it is on disk."""
+    match entry:
+        case TurnRecorded():
+            turn = entry.turn  # the messages are in the request too, so they count twice
+            bodies = 2 * len(turn.request or b"") + len(turn.response or b"")
+            return 256 + bodies + 4 * len(turn.given) + 20 * len(turn.sampled)
+        case TokensGiven() | TokensSampled():
+            return 256 + 20 * len(entry.tokens)
+        case _:
+            return 256
+
+
+Step = TokensGiven | TokensSampled | HistoryRewound | TurnRecord  # of turns, not their bodies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +170,8 @@ class StoredSession:
     closed_at: float | None = None
 
     @property
-    def turns(self) -> tuple[StoredTurn, ...]:
-        return tuple(step for step in self.steps if isinstance(step, StoredTurn))
-
-    @property
-    def last_ticket(self) -> tuple[str, bytes] | None:
-        """Key and body hash of the turn that was recorded last."""
-        turns = self.turns
-        return (turns[-1].ticket_key, turns[-1].body_hash) if turns and turns[-1].body_hash else None
+    def turns(self) -> tuple[TurnRecord, ...]:
+        return tuple(step for step in self.steps if isinstance(step, TurnRecord))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +270,13 @@ class NoJournal:
 
     async def close(self) -> None:
         pass
+
+
+async def with_bodies(turn: TurnRecord, session_id: str, journal: Journal) -> TurnRecord:
+    """The turn with its request and response, read from the journal where only that holds them."""
+    request, response = turn.request, turn.response
+    if request is None:
+        request = await journal.read_request(session_id, turn.number)
+    if response is None:
+        response = await journal.read_response(session_id, turn.number)
+    return msgspec.structs.replace(turn, request=request, response=response)

@@ -1,15 +1,12 @@
-"""Entries to rows. Runs in the writer's thread, inside its transaction; heavy bytes go to the segments."""
+"""Entries to rows. Runs in the writer's thread, inside its transaction; large bodies go to the segment files."""
 
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from holdfast.errors import StorageUnavailable
-from holdfast.sessions.journal import rows
-from holdfast.sessions.journal.encoding import checksum_of, packed, row_checksum
-from holdfast.sessions.journal.entries import (
+from holdfast.sessions.journal.base import (
     Entry,
     ForkedFrom,
     HistoryRewound,
@@ -21,18 +18,29 @@ from holdfast.sessions.journal.entries import (
     TokensGiven,
     TokensSampled,
     TurnDelivered,
-    TurnFields,
     TurnRecorded,
 )
-from holdfast.sessions.journal.insert_batch import Pending
+from holdfast.sessions.journal.rows import (
+    SESSION_STATE,
+    TURN_FIELDS,
+    TURN_STATE,
+    checksum_of,
+    is_intact,
+    row_checksum,
+    select,
+)
 from holdfast.sessions.journal.segments import Segments
+from holdfast.sessions.record import Stored, packed, to_stored
 
-_INLINE_BYTES = 64 * 1024  # longer bodies go to the segments
+_INLINE_BYTES = 64 * 1024  # longer bodies go to the segment files
+_TABLES = ("bodies", "turns", "spans")  # rows refer to those of earlier tables
+_ROWS_AT_ONCE = (32, 16, 8, 4, 2, 1)  # few sizes, so that few statements have to be prepared
+
 _DELIVERED = checksum_of(None, 0) ^ checksum_of(None, 1)  # what delivering adds to the sum of a turn without a reward
 
 
 class Recorder:
-    """Mutates the database and the segments; whoever calls begins, commits and rolls back both.
+    """Mutates the database and the segments; the caller begins, commits and rolls back both.
 
     Call `flush` before a commit and `discard` after a rollback: turns and spans are collected until then.
     """
@@ -40,7 +48,7 @@ class Recorder:
     def __init__(self, connection: sqlite3.Connection, segments: Segments) -> None:
         self._connection = connection
         self._segments = segments
-        self._pending = Pending(connection)
+        self._rows = RowBatch(connection)
         self._delivered: list[tuple[str, int]] = []
         self._last_step: int | None = None
         self._last_body: int | None = None
@@ -54,7 +62,7 @@ class Recorder:
             case TokensSampled():
                 self._span(
                     entry.session_id,
-                    "continued" if entry.continues else "sampled",
+                    "sampled",
                     tokens=packed(entry.tokens),
                     logprobs=packed(entry.logprobs),
                     sampling_logprobs=packed(entry.sampling_logprobs),
@@ -63,7 +71,9 @@ class Recorder:
             case HistoryRewound():
                 self._span(entry.session_id, "rewound", length=entry.length)
             case TurnRecorded():
-                self._turn(entry, self._body(entry.request), self._body(entry.response))
+                turn = entry.turn
+                bodies = {"request": self._body(turn.request or b""), "response": self._body(turn.response or b"")}
+                self._turn(entry.session_id, to_stored(turn) | bodies)
             case TurnDelivered():
                 self._delivered.append((entry.session_id, entry.number))
             case Rewarded(turn=None):
@@ -81,14 +91,14 @@ class Recorder:
 
     def flush(self) -> None:
         """Everything that was recorded is in the database."""
-        self._pending.flush()
+        self._rows.flush()
         delivered, self._delivered = self._delivered, []
         if delivered:
             self._deliver(delivered)
 
     def discard(self) -> None:
         """What was recorded and not committed is forgotten."""
-        self._pending.clear()
+        self._rows.clear()
         self._delivered.clear()
 
     def _open(self, entry: SessionOpened) -> None:
@@ -113,49 +123,25 @@ class Recorder:
             self._copy_turns(entry.forked_from, entry.session_id)
 
     def _copy_turns(self, source: ForkedFrom, session_id: str) -> None:
+        query = "SELECT * FROM turns WHERE session = ? AND number = ?"
         for index, number in enumerate(source.turns):
-            row = self._connection.execute(f"{rows.TURNS} AND number = ?", (source.session_id, number)).fetchone()
-            if row is None:
+            found = select(self._connection, query, source.session_id, number)
+            if not found:
                 raise LookupError(f"session {source.session_id} has no turn {number} on record")
-            stored, request, response = rows.turn_of(row)
-            if stored is None:
+            if not is_intact(found[0], TURN_FIELDS, TURN_STATE):
                 raise StorageUnavailable(f"turn {number} of session {source.session_id} is damaged")
-            turn = replace(
-                stored,
-                session_id=session_id,
-                number=index + 1,
-                parent=index,
-                ticket_key="",
-                body_hash=b"",
-                num_control=0,
-            )
-            self._turn(turn, request, response, reward=stored.reward, is_delivered=stored.is_delivered)
+            own: dict[str, Stored] = {"number": index + 1, "parent": index}
+            own |= {"ticket_key": "", "body_hash": b"", "num_control": 0}
+            self._turn(session_id, dict(found[0]) | own)
 
-    def _turn(
-        self, turn: TurnFields, request: int, response: int, *, reward: float | None = None, is_delivered: bool = False
-    ) -> None:
-        fields = (
-            turn.session_id,
-            turn.number,
-            turn.parent,
-            turn.messages,
-            turn.reply,
-            turn.root,
-            packed(turn.given),
-            packed(turn.sampled),
-            packed(turn.logprobs),
-            packed(turn.sampling_logprobs),
-            turn.finish_reason,
-            turn.facts,
-            turn.ticket_key,
-            turn.body_hash,
-            turn.num_control,
-            self._next_step(),
-            request,
-            response,
-        )
-        state = (reward, int(is_delivered))
-        self._pending.add("turns", *fields, row_checksum(fields, state), *state)
+    def _turn(self, session_id: str, values: Mapping[str, Stored]) -> None:
+        """A row for a turn; `request` and `response` are the ids of its bodies."""
+        values = {**values, "session": session_id, "step": self._next_step()}
+        fields = [values[name] for name in TURN_FIELDS]
+        reward = values["reward"]
+        reward = float(reward) + 0.0 if isinstance(reward, int | float) else None  # -0.0 comes back as 0.0
+        state: list[Stored] = [reward, int(bool(values["is_delivered"]))]
+        self._rows.add("turns", *fields, row_checksum(fields, state), *state)
 
     def _span(
         self,
@@ -169,16 +155,16 @@ class Recorder:
         stop_reason: str | None = None,
     ) -> None:
         fields = (self._next_step(), session_id, kind, length, tokens, logprobs, sampling_logprobs, stop_reason)
-        self._pending.add("spans", *fields, row_checksum(fields))
+        self._rows.add("spans", *fields, row_checksum(fields))
 
     def _body(self, content: bytes) -> int:
         """The id of the row that has the bytes, or says where they are."""
         number = self._next_body()
         facts = (len(content), checksum_of(content))
         if len(content) > _INLINE_BYTES:
-            self._pending.add("bodies", number, *self._segments.append(content), *facts, None)
+            self._rows.add("bodies", number, *self._segments.append(content), *facts, None)
         else:
-            self._pending.add("bodies", number, None, None, *facts, content)
+            self._rows.add("bodies", number, None, None, *facts, content)
         return number
 
     def _deliver(self, turns: Sequence[tuple[str, int]]) -> None:
@@ -221,10 +207,10 @@ class Recorder:
         return int(self._connection.execute(f"SELECT ifnull(max({column}), 0) FROM {table}").fetchone()[0])
 
     def _change_session(self, session_id: str, **changes: object) -> None:
-        self._change("sessions", rows.SESSION_STATE, changes, "id = ?", session_id)
+        self._change("sessions", SESSION_STATE, changes, "id = ?", session_id)
 
     def _change_turn(self, session_id: str, number: int, **changes: object) -> None:
-        self._change("turns", rows.TURN_STATE, changes, "session = ? AND number = ?", session_id, number)
+        self._change("turns", TURN_STATE, changes, "session = ? AND number = ?", session_id, number)
 
     def _change(self, table: str, columns: Sequence[str], changes: Mapping[str, Any], where: str, *key: object) -> None:
         """Set what may change of a row, and its sum with it: a row that was damaged before stays so."""
@@ -240,3 +226,36 @@ class Recorder:
         self._connection.execute(
             f"UPDATE {table} SET checksum = ?, {assignments} WHERE {where}", (checksum, *after, *key)
         )
+
+
+class RowBatch:
+    """Rows to be inserted, many in one statement. Rows that are not flushed are not in the database.
+
+    Each call into SQLite releases the GIL and has to wait to get it back: with one call for each row, a busy server
+    and its journal would pass it back and forth all the time.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._rows: dict[str, list[tuple[object, ...]]] = {table: [] for table in _TABLES}
+
+    def add(self, table: str, *values: object) -> None:
+        self._rows[table].append(values)
+
+    def flush(self) -> None:
+        for table, rows in self._rows.items():
+            start = 0
+            for size in _ROWS_AT_ONCE:
+                while len(rows) - start >= size:
+                    self._insert(table, rows[start : start + size])
+                    start += size
+            rows.clear()
+
+    def clear(self) -> None:
+        for rows in self._rows.values():
+            rows.clear()
+
+    def _insert(self, table: str, rows: list[tuple[object, ...]]) -> None:
+        row = f"({', '.join('?' * len(rows[0]))})"
+        values = [value for row_values in rows for value in row_values]
+        self._connection.execute(f"INSERT INTO {table} VALUES {', '.join([row] * len(rows))}", values)

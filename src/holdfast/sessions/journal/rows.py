@@ -1,152 +1,183 @@
-"""Rows to what was written. Every row is checked against its sum; one that does not fit is never given out."""
+"""Rows of the database back to what was written. Each row is checked against its sum; a damaged one is never served."""
 
 import json
 import sqlite3
-from typing import Any
+import zlib
+from collections.abc import Sequence
 
 from holdfast.errors import SessionNotFound, StorageUnavailable
-from holdfast.sessions.journal.base import ClosedSession, Step, StoredSession, StoredTurn
-from holdfast.sessions.journal.encoding import checksum_of, floats_of, row_checksum, tokens_of
-from holdfast.sessions.journal.entries import ForkedFrom, HistoryRewound, SessionOpened, TokensGiven, TokensSampled
+from holdfast.sessions.journal.base import (
+    ClosedSession,
+    ForkedFrom,
+    HistoryRewound,
+    SessionOpened,
+    Step,
+    StoredSession,
+    TokensGiven,
+    TokensSampled,
+)
 from holdfast.sessions.journal.segments import Segments
+from holdfast.sessions.record import Stored, TurnRecord, floats_of, from_stored, tokens_of
 
-SESSION_STATE = ("sink", "reward", "closed_why", "closed_at")  # the columns that change, the last ones of their tables
+# The columns that a row's sum covers, in its order: those that never change, and those that may.
+SESSION_FIELDS = (
+    *("id", "number", "owner", "kind", "label", "group_name", "metadata", "pin_tokens", "eos_token_ids"),
+    *("created_at", "forked_from"),
+)
+SESSION_STATE = ("sink", "reward", "closed_why", "closed_at")
+SPAN_FIELDS = ("step", "session", "kind", "length", "tokens", "logprobs", "sampling_logprobs", "stop_reason")
+TURN_FIELDS = (
+    *("session", "number", "parent", "messages", "reply", "root", "given", "sampled", "logprobs", "sampling_logprobs"),
+    *("finish_reason", "facts", "ticket_key", "body_hash", "num_control", "step", "request", "response"),
+)
 TURN_STATE = ("reward", "is_delivered")
 
-TURNS = """SELECT turns.*, asked.length, answered.length FROM turns
-    JOIN bodies AS asked ON asked.id = request JOIN bodies AS answered ON answered.id = response WHERE session = ?"""
+_COPIED_BYTES = 16 * 1024  # longer values are summed in place instead of being copied
+
+
+def checksum_of(*values: Stored) -> int:
+    """CRC-32 over the values in order; where one ends and the next begins counts too."""
+    checksum = 0
+    parts: list[bytes] = []
+    for value in values:
+        data = value if isinstance(value, bytes) else str(value).encode()
+        parts.append(b"%b %d " % (type(value).__name__.encode(), len(data)))
+        if len(data) > _COPIED_BYTES:
+            checksum = zlib.crc32(data, zlib.crc32(b"".join(parts), checksum))
+            parts.clear()
+        else:
+            parts.append(data)
+    return zlib.crc32(b"".join(parts), checksum)  # one call for many small values: each call releases the GIL
+
+
+def row_checksum(fields: Sequence[Stored], state: Sequence[Stored] = ()) -> int:
+    """The sum of a row: of what never changes and of what may, so that either can be replaced without the other."""
+    return checksum_of(*fields) ^ checksum_of(*state)
+
+
+def is_intact(row: sqlite3.Row, fields: Sequence[str], state: Sequence[str] = ()) -> bool:
+    sum_now = row_checksum([row[name] for name in fields], [row[name] for name in state])
+    return bool(sum_now == row["checksum"])
+
+
+def select(connection: sqlite3.Connection, query: str, *values: object) -> list[sqlite3.Row]:
+    """The rows, whose columns are read by name."""
+    cursor = connection.cursor()
+    cursor.row_factory = sqlite3.Row
+    return cursor.execute(query, values).fetchall()
 
 
 def session_of(connection: sqlite3.Connection, session_id: str) -> StoredSession:
-    """The session with all its steps. Raises SessionNotFound; damage is told in the result."""
-    row = connection.execute("SELECT * FROM sessions WHERE id = ?", (session_id,)).fetchone()
-    if row is None:
+    """The session with all its steps. Raises SessionNotFound; damage is reported in the result."""
+    found = select(connection, "SELECT * FROM sessions WHERE id = ?", session_id)
+    if not found:
         raise SessionNotFound(session_id)
+    (row,) = found
     opened, failure = _opened(row)
     steps: list[tuple[int, Step | None]] = []
     if failure is None:
-        for span in connection.execute("SELECT * FROM spans WHERE session = ? ORDER BY step", (session_id,)):
-            steps.append((span[0], _span_of(span)))
-        for turn in connection.execute(f"{TURNS} ORDER BY number", (session_id,)):
-            steps.append((turn[15], turn_of(turn)[0]))
+        spans = select(connection, "SELECT * FROM spans WHERE session = ?", session_id)
+        turns = select(connection, "SELECT * FROM turns WHERE session = ?", session_id)
+        steps = [(span["step"], _span_of(span)) for span in spans] + [(turn["step"], turn_of(turn)) for turn in turns]
         steps.sort(key=lambda step: step[0])
-    whole: list[Step] = []
+    intact: list[Step] = []
     for number, step in steps:
         if step is None:
-            failure = (
-                f"step {number} of the journal is damaged; the {len(whole)} steps of this session before it are whole"
-            )
+            failure = f"step {number} of the journal is damaged; the {len(intact)} steps before it are intact"
             break
-        whole.append(step)
-    reward, closed_why, closed_at = row[13:16]
+        intact.append(step)
     return StoredSession(
-        opened=opened, steps=tuple(whole), reward=reward, failure=failure, closed_why=closed_why, closed_at=closed_at
+        opened=opened,
+        steps=tuple(intact),
+        reward=row["reward"],
+        failure=failure,
+        closed_why=row["closed_why"],
+        closed_at=row["closed_at"],
     )
 
 
 def open_ids(connection: sqlite3.Connection) -> list[str]:
-    rows = connection.execute("SELECT id FROM sessions WHERE closed_at IS NULL ORDER BY number, id")
-    return [row[0] for row in rows]
+    query = "SELECT id FROM sessions WHERE closed_at IS NULL ORDER BY number, id"
+    return [row["id"] for row in select(connection, query)]
 
 
 def closed_sessions(connection: sqlite3.Connection, *, before: float | None = None) -> list[ClosedSession]:
-    rows = connection.execute(
+    query = (
         "SELECT id, owner, closed_why, closed_at FROM sessions"
-        " WHERE closed_at IS NOT NULL AND (?1 IS NULL OR closed_at < ?1) ORDER BY closed_at, number",
-        (before,),
+        " WHERE closed_at IS NOT NULL AND (?1 IS NULL OR closed_at < ?1) ORDER BY closed_at, number"
     )
-    return [ClosedSession(*row) for row in rows]
+    return [
+        ClosedSession(session_id=row["id"], owner=row["owner"], why=row["closed_why"], at=row["closed_at"])
+        for row in select(connection, query, before)
+    ]
 
 
-def turn_of(row: tuple[Any, ...]) -> tuple[StoredTurn | None, int, int]:
-    """A row of `TURNS` as a turn, None where it is damaged, and the ids of its bodies."""
-    request, response, checksum, reward, is_delivered, request_bytes, response_bytes = row[16:]
-    if row_checksum(row[:18], row[19:21]) != checksum:
-        return None, request, response
-    turn = StoredTurn(
-        session_id=row[0],
-        number=row[1],
-        parent=row[2],
-        messages=row[3],
-        reply=row[4],
-        root=row[5],
-        given=tokens_of(row[6]),
-        sampled=tokens_of(row[7]),
-        logprobs=floats_of(row[8]),
-        sampling_logprobs=floats_of(row[9]),
-        finish_reason=row[10],
-        facts=row[11],
-        ticket_key=row[12],
-        body_hash=row[13],
-        num_control=row[14],
-        request_bytes=request_bytes,
-        response_bytes=response_bytes,
-        reward=reward,
-        is_delivered=bool(is_delivered),
-    )
-    return turn, request, response
+def turn_of(row: sqlite3.Row) -> TurnRecord | None:
+    """A row of `turns` as a turn without its bodies; None where it is damaged."""
+    if not is_intact(row, TURN_FIELDS, TURN_STATE):
+        return None
+    kept = [name for name in (*TURN_FIELDS, "reward") if name not in ("session", "step", "request", "response")]
+    try:
+        return from_stored({name: row[name] for name in kept} | {"is_delivered": bool(row["is_delivered"])})
+    except ValueError:
+        return None
 
 
-def body_row(connection: sqlite3.Connection, session_id: str, turn: int, which: str) -> tuple[Any, ...]:
+def body_row(connection: sqlite3.Connection, session_id: str, turn: int, which: str) -> sqlite3.Row:
     """What is on record about the `request` or the `response` of a turn."""
-    row: tuple[Any, ...] | None = connection.execute(
+    query = (
         "SELECT segment, start, length, bodies.checksum, content FROM turns"
-        f" JOIN bodies ON bodies.id = turns.{which} WHERE session = ? AND number = ?",
-        (session_id, turn),
-    ).fetchone()
-    if row is None:
+        f" JOIN bodies ON bodies.id = turns.{which} WHERE session = ? AND number = ?"
+    )
+    found = select(connection, query, session_id, turn)
+    if not found:
         raise SessionNotFound(session_id)
-    return row
+    return found[0]
 
 
-def body_of(row: tuple[Any, ...], segments: Segments, name: str) -> bytes:
+def body_of(row: sqlite3.Row, segments: Segments, name: str) -> bytes:
     """The bytes that a `body_row` is about, as they were written, or StorageUnavailable. Needs no connection."""
-    segment, start, length, checksum, content = row
+    content = row["content"]
     if content is None:
         try:
-            content = segments.read(segment, start, length)
+            content = segments.read(row["segment"], row["start"], row["length"])
         except OSError as exc:
             raise StorageUnavailable(f"{name} cannot be read: {exc.strerror}") from exc
-    if len(content) != length or checksum_of(content) != checksum:
+    if len(content) != row["length"] or checksum_of(content) != row["checksum"]:
         raise StorageUnavailable(f"{name} is damaged on disk")
     return bytes(content)
 
 
-def _opened(row: tuple[Any, ...]) -> tuple[SessionOpened, str | None]:
-    if row_checksum(row[:11], row[12:]) != row[11]:
-        opened = SessionOpened(session_id=row[0], number=row[1], owner=str(row[2]), created_at=0.0)
+def _opened(row: sqlite3.Row) -> tuple[SessionOpened, str | None]:
+    if not is_intact(row, SESSION_FIELDS, SESSION_STATE):
+        opened = SessionOpened(session_id=row["id"], number=row["number"], owner=str(row["owner"]), created_at=0.0)
         return opened, "the record of how this session was opened is damaged"
-    source, turns = json.loads(row[10]) if row[10] else ("", ())
+    source, turns = json.loads(row["forked_from"]) if row["forked_from"] else ("", ())
     opened = SessionOpened(
-        session_id=row[0],
-        number=row[1],
-        owner=row[2],
-        kind=row[3],
-        label=row[4],
-        group=row[5],
-        metadata=json.loads(row[6]),
-        pin_tokens=row[7],
-        eos_token_ids=tuple(json.loads(row[8])),
-        created_at=row[9],
+        session_id=row["id"],
+        number=row["number"],
+        owner=row["owner"],
+        kind=row["kind"],
+        label=row["label"],
+        group=row["group_name"],
+        metadata=json.loads(row["metadata"]),
+        pin_tokens=row["pin_tokens"],
+        eos_token_ids=tuple(json.loads(row["eos_token_ids"])),
+        created_at=row["created_at"],
         forked_from=ForkedFrom(source, tuple(turns)) if source else None,
-        sink=row[12],
+        sink=row["sink"],
     )
     return opened, None
 
 
-def _span_of(row: tuple[Any, ...]) -> Step | None:
-    _, session_id, kind, length, tokens, logprobs, sampling_logprobs, stop_reason, checksum = row
-    if row_checksum(row[:8]) != checksum:
+def _span_of(row: sqlite3.Row) -> Step | None:
+    if not is_intact(row, SPAN_FIELDS):
         return None
-    if kind == "given":
-        return TokensGiven(session_id, tokens_of(tokens))
-    if kind == "rewound":
-        return HistoryRewound(session_id, length)
+    session_id, tokens = row["session"], tokens_of(row["tokens"])
+    if row["kind"] == "given":
+        return TokensGiven(session_id, tokens)
+    if row["kind"] == "rewound":
+        return HistoryRewound(session_id, row["length"])
     return TokensSampled(
-        session_id,
-        tokens_of(tokens),
-        floats_of(logprobs),
-        floats_of(sampling_logprobs),
-        stop_reason,
-        continues=kind == "continued",
+        session_id, tokens, floats_of(row["logprobs"]), floats_of(row["sampling_logprobs"]), row["stop_reason"]
     )

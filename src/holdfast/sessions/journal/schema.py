@@ -1,14 +1,14 @@
-"""The database: its tables, how an older one becomes a current one, and how it is opened. Blocks."""
+"""The database: its tables, its migrations, how it is opened, and how much of its log a crash has damaged. Blocks."""
 
 import logging
 import os
 import sqlite3
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
 from holdfast.sessions.journal.files import sync_directory
-from holdfast.sessions.journal.wal import report_cut_tail
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def open_database(path: Path) -> sqlite3.Connection:
-    """A connection to the database at `path`, checked and current; made where there is none.
+def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
+    """A connection to the database at `path`, checked and migrated, and how many commits were cut from its log.
 
-    Raises ConfigError, with what to do about it, where the file is not what it should be.
+    The database is created where there is none. Raises ConfigError, with what to do, where the file is damaged.
     """
     try:
         if not path.exists():
@@ -70,7 +70,7 @@ def open_database(path: Path) -> sqlite3.Connection:
                 raise _damaged(path, "it is not an SQLite database, or it was cut short")
         connection = connect(path)
         try:
-            report_cut_tail(path, connection)
+            num_cut = report_cut_log(path, connection)
             problems = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
             if problems != ["ok"]:
                 raise _damaged(path, " ".join(problems[0].split()))
@@ -86,7 +86,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         raise _damaged(path, str(exc)) from exc
     except OSError as exc:
         raise ConfigError(f"cannot open the journal {path}: {exc.strerror}") from exc
-    return connection
+    return connection, num_cut
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -148,3 +148,45 @@ def _damaged(path: Path, why: str) -> ConfigError:
         f"the journal {path} is damaged: {why}. Restore {path.parent} from a backup, save what can be read with "
         f"`sqlite3 {path.name} .recover`, or move the directory away to begin afresh"
     )
+
+
+def report_cut_log(path: Path, connection: sqlite3.Connection) -> int:
+    """How many commits SQLite has cut from the end of its write-ahead log when `connection` was opened; logged too.
+
+    SQLite does so silently. A log is a header of 32 bytes and frames, each 24 bytes and one page. A frame belongs to
+    the current log if its salt is the header's, and ends a transaction if its second word is not 0
+    (https://www.sqlite.org/fileformat2.html).
+    """
+    frames = _frames(path.with_name(f"{path.name}-wal"))  # before the checkpoint, which may begin a new log
+    num_kept = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+    if num_kept < 0 or len(frames) <= num_kept:
+        return 0
+    num_ends = sum(frames[num_kept:])
+    logger.log(
+        logging.ERROR if num_ends else logging.WARNING,
+        "%s: the last %d pages of the write-ahead log were not whole and were cut; %s",
+        path,
+        len(frames) - num_kept,
+        f"{num_ends} commits ended there, acknowledged ones may be lost"
+        if num_ends
+        else "nothing acknowledged is lost",
+    )
+    return num_ends
+
+
+def _frames(path: Path) -> list[bool]:
+    """For each frame of the log as it lies there: does it end a transaction?"""
+    frames: list[bool] = []
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return frames
+    with file:
+        header = file.read(32)
+        if len(header) < 32:
+            return frames
+        page_bytes, salt = struct.unpack(">I", header[8:12])[0], header[16:24]
+        while len(frame := file.read(24)) == 24 and frame[8:16] == salt:
+            frames.append(frame[4:8] != bytes(4))
+            file.seek(page_bytes, 1)
+    return frames

@@ -13,17 +13,15 @@ from typing import TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
 from holdfast.sessions.journal import rows
-from holdfast.sessions.journal.base import ClosedSession, StoredSession
-from holdfast.sessions.journal.entries import Entry, SessionPurged
+from holdfast.sessions.journal.base import ClosedSession, Entry, SessionPurged, StoredSession
 from holdfast.sessions.journal.files import DirectoryLock
 from holdfast.sessions.journal.recorder import Recorder
 from holdfast.sessions.journal.schema import connect, open_database
 from holdfast.sessions.journal.segments import Segments
 from holdfast.sessions.journal.writer import JournalWriter
+from holdfast.sessions.purge import purge
 
 logger = logging.getLogger(__name__)
-
-_PURGE_CHUNK = 64  # sessions forgotten in one commit: turns of others come in between
 
 T = TypeVar("T")
 
@@ -52,7 +50,7 @@ class SqliteJournal:
         with contextlib.ExitStack() as undo:
             self._lock = DirectoryLock(directory)
             undo.callback(self._lock.release)
-            self._connection = open_database(self._path)
+            self._connection, self.num_cut_commits = open_database(self._path)
             undo.callback(self._connection.close)
             # As long as a second connection is open, SQLite never takes up again what a failed commit left in the log.
             self._reader = connect(self._path)
@@ -113,8 +111,7 @@ class SqliteJournal:
 
     async def purge(self, before: float) -> int:
         gone = await asyncio.to_thread(self._read, lambda db: rows.closed_sessions(db, before=before))
-        for first in range(0, len(gone), _PURGE_CHUNK):
-            await self.write(*(SessionPurged(session.session_id) for session in gone[first : first + _PURGE_CHUNK]))
+        await purge(self, gone)
         return len(gone)
 
     async def close(self) -> None:

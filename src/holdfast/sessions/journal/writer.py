@@ -9,12 +9,12 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import StorageUnavailable
-from holdfast.sessions.journal.entries import Entry, num_bytes
+from holdfast.sessions.admission import FairSemaphore
+from holdfast.sessions.journal.base import Entry, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class JournalWriter:
         self._recover = recover
         self._note_delay_s = note_delay_s
         self._recover_s = recover_s
-        self._room = Room(max_queued_bytes)
+        self._room = FairSemaphore(max_queued_bytes)  # bytes; an entry larger than all of it has it to itself
         self._inbox: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,16 +59,16 @@ class JournalWriter:
 
     async def write(self, entries: Sequence[Entry]) -> None:
         """Returns when the entries are on disk. On one event loop."""
-        size = sum(map(num_bytes, entries))
-        await self._room.enter(size)
+        size = min(sum(map(num_bytes, entries)), self._room.size)
+        await self._room.acquire(size)
         if self._is_closed:
-            self._room.leave(size)
+            self._room.release(size)
             raise _closed()
         self._loop = asyncio.get_running_loop()
         written: asyncio.Future[None] = self._loop.create_future()
 
         def conclude(exc: Exception | None) -> None:
-            self._room.leave(size)  # whoever waited may have left; the bytes were held until now
+            self._room.release(size)  # the caller may have left; the bytes were held until now
             if written.cancelled():
                 return
             if exc is None:
@@ -147,41 +147,6 @@ class JournalWriter:
         if deadline is not None:
             return max(0.0, deadline - time.monotonic())
         return self._recover_s if self._is_failing() else None
-
-
-class Room:
-    """At most so many bytes at once, first come, first served; what is larger has it all to itself. One event loop."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._free = self._all = num_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def enter(self, size: int) -> None:
-        size = min(size, self._all)
-        if not self._waiting and size <= self._free:
-            self._free -= size
-            return
-        entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, entered))
-        try:
-            await entered
-        except asyncio.CancelledError:
-            if entered.done() and not entered.cancelled():  # let in at the same moment
-                self.leave(size)
-            else:
-                self._let_in()
-            raise
-
-    def leave(self, size: int) -> None:
-        self._free += min(size, self._all)
-        self._let_in()
-
-    def _let_in(self) -> None:
-        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._free):
-            size, entered = self._waiting.popleft()
-            if not entered.cancelled():
-                self._free -= size
-                entered.set_result(None)
 
 
 def _conclude(told: Sequence[tuple[Callable[[Exception | None], None], Exception | None]]) -> None:

@@ -1,4 +1,4 @@
-"""What of a session travels: its tokens with their spans, or its turns, and what they were made with. Pure data."""
+"""What a session file holds: tokens with their spans, or turns, and the model they were made with. Pure data."""
 
 import math
 from array import array
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from holdfast.sessions.journal.entries import SessionOpened, TokensGiven, TokensSampled, TurnRecorded
+from holdfast.errors import SessionFileRefused
+from holdfast.sessions.journal.base import SessionOpened, TokensGiven, TokensSampled
 from holdfast.sessions.ports import ModelInfo
+from holdfast.sessions.record import TurnRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,31 +35,23 @@ class ModelIdentity:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortableTurn(TurnRecorded):
-    """A chat turn with everything on record about it."""
-
-    reward: float | None = None
-    is_delivered: bool = False
-
-
 Span = TokensGiven | TokensSampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortableSession:
-    """A session of tokens has spans, one that chats has turns. Whose it was stays behind, as do its retries' keys."""
+    """A token session has spans, a chat session has turns. Its owner and idempotency keys are left out."""
 
     opened: SessionOpened
     model: ModelIdentity
     spans: tuple[Span, ...] = ()
-    turns: tuple[PortableTurn, ...] = ()
+    turns: tuple[TurnRecord, ...] = ()
     reward: float | None = None
     snapshot: bytes | None = None
 
-    def path(self) -> list[PortableTurn]:
+    def path(self) -> list[TurnRecord]:
         """The turns that the history of a chat is made of: those down to the last one."""
-        path: list[PortableTurn] = []
+        path: list[TurnRecord] = []
         number = len(self.turns)
         while number:
             path.append(self.turns[number - 1])
@@ -84,11 +78,11 @@ def flaw(session: PortableSession) -> str | None:
 
 def _flaws(session: PortableSession) -> Iterator[str]:
     if session.opened.kind == "chat" and session.spans:
-        yield "a chat has turns, not spans"
+        yield "a chat session has spans"
     if session.opened.kind == "tokens" and session.turns:
-        yield "a session of tokens has spans, not turns"
+        yield "a token session has turns"
     if not _is_finite(session.opened.created_at):
-        yield "it was made at no time"
+        yield "created_at is not a finite number"
     if not _is_finite(session.reward):
         yield "the session's reward is not a finite number"
     for index, span in enumerate(session.spans):
@@ -111,3 +105,45 @@ def _is_sampled(tokens: "array[int]", *logprobs: "array[float]") -> bool:
 
 def _is_finite(value: float | None) -> bool:
     return value is None or math.isfinite(value)
+
+
+def check_fit(session: PortableSession, model: ModelInfo) -> None:
+    """Raises SessionFileRefused where its tokens would mean something else here, or cannot be kept as they were.
+
+    Other weights with the same tokenizer are fine: the tokens stay, the cache is computed again.
+    """
+    theirs = session.model
+    is_same = theirs.fingerprint == model.fingerprint
+    if not is_same and not (theirs.tokenizer_hash and theirs.tokenizer_hash == model.tokenizer_hash):
+        raise SessionFileRefused(
+            f"the session was made with {_named(theirs.name)} and another tokenizer than that of "
+            f"{_named(model.name)}: its tokens would mean something else here",
+            reason="other_model",
+        )
+    if session.opened.kind == "chat" and theirs.chat_template_hash != model.chat_template_hash:
+        raise SessionFileRefused(
+            f"the chat was rendered with another template than that of {_named(model.name)}: "
+            "it could not go on as it began",
+            reason="other_template",
+        )
+    _check_vocabulary(session, model)
+    sink = max(session.opened.sink, session.opened.pin_tokens or 0)
+    if sink > model.max_pin:
+        raise SessionFileRefused(
+            f"the session pins its first {sink} tokens, this server allows {model.max_pin}; raise --max-pin",
+            reason="too_many_pins",
+        )
+
+
+def _check_vocabulary(session: PortableSession, model: ModelInfo) -> None:
+    for name, tokens in (("history", session.all_tokens()), ("eos_token_ids", session.opened.eos_token_ids)):
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise SessionFileRefused(
+                    f"the session's {name} has token {token}, outside the vocabulary of {model.vocab_size}",
+                    reason="out_of_vocabulary",
+                )
+
+
+def _named(name: str) -> str:
+    return repr(name[:100])

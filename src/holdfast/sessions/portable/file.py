@@ -16,9 +16,9 @@ from msgspec import Meta, Struct
 from holdfast import __version__
 from holdfast.errors import SessionFileRefused
 from holdfast.generation import StopReason
-from holdfast.sessions.journal.encoding import floats_of, packed, tokens_of
-from holdfast.sessions.journal.entries import SessionOpened, TokensGiven, TokensSampled
-from holdfast.sessions.portable.content import ModelIdentity, PortableSession, PortableTurn, Span, flaw
+from holdfast.sessions.journal.base import SessionOpened, TokensGiven, TokensSampled
+from holdfast.sessions.portable.content import ModelIdentity, PortableSession, Span, flaw
+from holdfast.sessions.record import TurnRecord, floats_of, from_stored, packed, to_stored, tokens_of
 
 MAGIC = b"HOLDFAST"
 VERSION = 1
@@ -56,26 +56,7 @@ class _Span(Struct, kw_only=True, forbid_unknown_fields=True):
     stop_reason: StopReason | None = None
 
 
-class _Turn(Struct, kw_only=True, forbid_unknown_fields=True):
-    number: _Count
-    parent: _Count
-    messages: bytes
-    reply: bytes
-    root: bytes
-    given: bytes
-    sampled: bytes
-    logprobs: bytes
-    sampling_logprobs: bytes
-    finish_reason: str
-    facts: bytes
-    num_control: _Count
-    request: bytes
-    response: bytes
-    reward: float | None
-    is_delivered: bool
-
-
-_ARRAYS = {"given": tokens_of, "sampled": tokens_of, "logprobs": floats_of, "sampling_logprobs": floats_of}
+_STAYS = ("ticket_key", "body_hash")  # of a turn: its client's retries do not follow it to another server
 
 
 def encode(session: PortableSession) -> list[bytes]:
@@ -113,12 +94,12 @@ def decode(data: bytes | bytearray | memoryview) -> PortableSession:
     try:
         session, length = _session(sections)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as exc:
-        raise SessionFileRefused(f"the session file holds what no Holdfast wrote: {exc}", reason="damaged") from exc
+        raise SessionFileRefused(f"invalid session file: {exc}", reason="damaged") from exc
     problem = flaw(session)
     if problem is None and session.history_length != length:
         problem = f"its history has {session.history_length} tokens, not {length}"
     if problem is not None:
-        raise SessionFileRefused(f"the session file contradicts itself: {problem}", reason="damaged")
+        raise SessionFileRefused(f"invalid session file: {problem}", reason="damaged")
     return session
 
 
@@ -131,7 +112,8 @@ def _sections(session: PortableSession) -> Iterator[tuple[bytes, bytes]]:
     for span in session.spans:
         yield b"SPAN", encoder.encode(_packed_span(span))
     for turn in session.turns:
-        yield b"TURN", encoder.encode(_packed_turn(turn))
+        stored = to_stored(turn)
+        yield b"TURN", encoder.encode({name: value for name, value in stored.items() if name not in _STAYS})
     if session.snapshot is not None:
         yield b"SNAP", session.snapshot
 
@@ -165,11 +147,6 @@ def _packed_span(span: Span) -> _Span:
         sampling_logprobs=packed(span.sampling_logprobs),
         stop_reason=StopReason(span.stop_reason) if span.stop_reason else None,
     )
-
-
-def _packed_turn(turn: PortableTurn) -> _Turn:
-    values: dict[str, Any] = {name: getattr(turn, name) for name in _Turn.__struct_fields__}
-    return _Turn(**values | {name: packed(values[name]) for name in _ARRAYS})
 
 
 # Reading
@@ -239,7 +216,7 @@ def _session(sections: list[tuple[bytes, memoryview]]) -> tuple[PortableSession,
         opened=own,
         model=head.model,
         spans=tuple(_span(content, head.session_id) for tag, content in sections if tag == b"SPAN"),
-        turns=tuple(_turn(content, head.session_id) for tag, content in sections if tag == b"TURN"),
+        turns=tuple(_turn(content) for tag, content in sections if tag == b"TURN"),
         reward=head.reward,
         snapshot=bytes(sections[-1][1]) if num_snapshots else None,
     )
@@ -255,11 +232,12 @@ def _span(content: memoryview, session_id: str) -> Span:
     return TokensSampled(session_id, tokens, floats_of(span.logprobs), floats_of(span.sampling_logprobs), reason)
 
 
-def _turn(content: memoryview, session_id: str) -> PortableTurn:
-    turn = _decoded(content, _Turn)
-    values: dict[str, Any] = {name: getattr(turn, name) for name in turn.__struct_fields__}
-    arrays = {name: unpack(values[name]) for name, unpack in _ARRAYS.items()}
-    return PortableTurn(session_id=session_id, **values | arrays)
+def _turn(content: memoryview) -> TurnRecord:
+    stored = _decoded(content, dict[str, Any])
+    expected = set(TurnRecord.__struct_encode_fields__).difference(_STAYS)
+    if stored.keys() != expected:
+        raise ValueError(f"a turn has other fields than expected: {', '.join(sorted(stored.keys() ^ expected))}")
+    return from_stored(stored)
 
 
 def _decoded(content: memoryview, kind: type[T]) -> T:

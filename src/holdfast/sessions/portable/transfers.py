@@ -2,22 +2,28 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from holdfast.errors import SessionFileRefused, SessionNotFound, StorageUnavailable
-from holdfast.sessions.journal.base import StoredSession, StoredTurn
-from holdfast.sessions.journal.entries import Entry, Rewarded, TokensGiven, TokensSampled, TurnDelivered, TurnFields
+from holdfast.sessions.journal.base import (
+    Entry,
+    Rewarded,
+    StoredSession,
+    TokensGiven,
+    TokensSampled,
+    TurnRecorded,
+    with_bodies,
+)
 from holdfast.sessions.persistence import restored, spans_since
-from holdfast.sessions.portable.compatibility import check_fit
-from holdfast.sessions.portable.content import ModelIdentity, PortableSession, PortableTurn, Span
+from holdfast.sessions.portable.content import ModelIdentity, PortableSession, Span, check_fit
 from holdfast.sessions.portable.file import decode, encode
 from holdfast.sessions.ports import ModelInfo
+from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.registry import new_session_id
 from holdfast.sessions.runtime import Runtime
 
-_FIELDS = [field.name for field in fields(TurnFields)]
 _AT_ONCE = 2  # files that come in; each is held in memory, whole
 _STALL_S = 30.0
 
@@ -32,9 +38,35 @@ class Imported:
     recomputed_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ChatContent:
+    turns: tuple[TurnRecord, ...]
+    reward: float | None
+
+
+class ChatPort(Protocol):
+    """What keeps more about a chat session than its tokens: its turns, which are in the file too."""
+
+    @property
+    def template_hash(self) -> str:
+        """Of the template that chats are rendered with, which may be the server's own choice."""
+
+    async def content(self, session_id: str, owner: str) -> ChatContent:
+        """All that is on record of a chat that the caller has claimed."""
+
+    def prepare_import(self, stored: StoredSession) -> Callable[[], None]:
+        """Checks that this chat could go on here, or raises SessionFileRefused. Blocks, changes nothing.
+
+        What it returns, called on the event loop, takes the chat over.
+        """
+
+
 class Transfers:
-    def __init__(self, runtime: Runtime) -> None:
+    """`chats` is None on a server that has no chat sessions."""
+
+    def __init__(self, runtime: Runtime, chats: ChatPort | None = None) -> None:
         self._runtime = runtime
+        self._chats = chats
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def export(
@@ -64,9 +96,9 @@ class Transfers:
         def take_over() -> None:
             pass
 
-        if runtime.chats is not None and session.opened.kind == "chat":
-            take_over = await asyncio.to_thread(runtime.chats.prepared, stored, session.turns)
-        view, recomputed = await runtime.take_in(stored, _facts(stored, session), session.snapshot, take_over)
+        if self._chats is not None and session.opened.kind == "chat":
+            take_over = await asyncio.to_thread(self._chats.prepare_import, stored)
+        view, recomputed = await runtime.take_in(stored, _facts(stored), session.snapshot, take_over)
         return Imported(
             session_id=view.session_id,
             history_length=view.history_length,
@@ -77,34 +109,32 @@ class Transfers:
     @property
     def _model(self) -> ModelInfo:
         """With the template that is really used."""
-        model, chats = self._runtime.model, self._runtime.chats
+        model, chats = self._runtime.model, self._chats
         return replace(model, chat_template_hash=chats.template_hash) if chats else model
 
     # Out
 
     async def _of_open(self, session_id: str, owner: str, *, with_snapshot: bool) -> PortableSession:
-        runtime = self._runtime
-        if runtime.info(session_id, owner).kind == "tokens":
-            opened, spans, snapshot = await runtime.read_out(session_id, owner, with_snapshot=with_snapshot)
-            return PortableSession(
-                opened=replace(opened, owner="", number=0),
-                model=ModelIdentity.of(self._model),
-                spans=_spans(spans),
-                snapshot=snapshot,
-            )
-        if runtime.chats is None:
+        kind = self._runtime.info(session_id, owner).kind
+        if kind == "chat" and self._chats is None:
             return await self._of_record(session_id)
-        async with runtime.chats.exported(session_id, owner) as chat:
-            opened, spans, snapshot = await runtime.read_out(session_id, owner, with_snapshot=with_snapshot)
+        chat = ChatContent((), None)
+        async with self._runtime.claim(session_id, owner) as claim:
+            if kind == "chat" and self._chats is not None:
+                chat = await self._chats.content(session_id, owner)
+            opened, entries, snapshot = await claim.read_out(with_snapshot=with_snapshot)
+        spans = _spans(entries)
         session = PortableSession(
             opened=replace(opened, owner="", number=0),
             model=ModelIdentity.of(self._model),
+            spans=spans if kind == "tokens" else (),
             turns=chat.turns,
             reward=chat.reward,
             snapshot=snapshot,
         )
-        is_at_tip = await asyncio.to_thread(_is_history, session, _spans(spans))
-        return session if is_at_tip else replace(session, snapshot=None)  # the cache is that of another turn
+        if kind == "tokens" or await asyncio.to_thread(_is_history, session, spans):
+            return session
+        return replace(session, snapshot=None)  # the cache is at another turn than the chat's last one
 
     async def _of_closed(
         self, session_id: str, owner: str, gone: SessionNotFound, *, is_admin: bool
@@ -123,14 +153,7 @@ class Transfers:
         stored = await journal.read_session(session_id)
         if stored.failure:
             raise StorageUnavailable(f"session {session_id} cannot be exported: {stored.failure}")
-        turns = [
-            _portable(
-                turn,
-                await journal.read_request(session_id, turn.number),
-                await journal.read_response(session_id, turn.number),
-            )
-            for turn in stored.turns
-        ]
+        turns = [await with_bodies(turn, session_id, journal) for turn in stored.turns]
         session = restored(stored, lambda: 0.0)
         return PortableSession(
             opened=replace(stored.opened, owner="", number=0, forked_from=None),
@@ -144,8 +167,10 @@ class Transfers:
 
     def _read(self, data: bytes | bytearray) -> PortableSession:
         session = decode(data)
-        if session.opened.kind == "chat" and self._runtime.chats is None:
-            raise SessionFileRefused("the session chats, and this server has no OpenAI door for it", reason="no_chat")
+        if session.opened.kind == "chat" and self._chats is None:
+            raise SessionFileRefused(
+                "this is a chat session, and the server runs without the HTTP endpoint", reason="no_chat"
+            )
         check_fit(session, self._model)
         return session
 
@@ -160,7 +185,7 @@ async def _received(chunks: AsyncIterator[bytes]) -> bytearray:
             return data
         except TimeoutError:
             raise SessionFileRefused(
-                f"no more of the session file came for {_STALL_S:g} s; send it again", reason="truncated"
+                f"the upload of the session file stalled for {_STALL_S:g} s; send it again", reason="truncated"
             ) from None
 
 
@@ -179,42 +204,17 @@ def _is_history(session: PortableSession, spans: tuple[Span, ...]) -> bool:
     return told == held
 
 
-def _portable(turn: StoredTurn, request: bytes, response: bytes) -> PortableTurn:
-    kept: dict[str, Any] = {name: getattr(turn, name) for name in _FIELDS}
-    kept |= {"ticket_key": "", "body_hash": b""}
-    return PortableTurn(**kept, request=request, response=response, reward=turn.reward, is_delivered=turn.is_delivered)
-
-
 def _stored(session: PortableSession, *, session_id: str, number: int, owner: str) -> StoredSession:
-    """The session under its new name, as the journal would give it back."""
-    turns = (_stored_turn(replace(turn, session_id=session_id)) for turn in session.turns)
+    """The session under its new id, as the journal would return it."""
     spans = (replace(span, session_id=session_id) for span in session.spans)
     opened = replace(session.opened, session_id=session_id, number=number, owner=owner)
-    return StoredSession(opened=opened, steps=(*spans, *turns), reward=session.reward)
+    return StoredSession(opened=opened, steps=(*spans, *session.turns), reward=session.reward)
 
 
-def _stored_turn(turn: PortableTurn) -> StoredTurn:
-    kept: dict[str, Any] = {name: getattr(turn, name) for name in _FIELDS}
-    return StoredTurn(
-        **kept,
-        request_bytes=len(turn.request),
-        response_bytes=len(turn.response),
-        reward=turn.reward,
-        is_delivered=turn.is_delivered,
-    )
-
-
-def _facts(stored: StoredSession, session: PortableSession) -> list[Entry]:
+def _facts(stored: StoredSession) -> list[Entry]:
     """All of it for the journal, to be written together."""
     session_id = stored.opened.session_id
     facts: list[Entry] = [stored.opened]
     facts += [step for step in stored.steps if isinstance(step, TokensGiven | TokensSampled)]
-    for turn in session.turns:
-        facts.append(replace(turn, session_id=session_id))
-        if turn.is_delivered:
-            facts.append(TurnDelivered(session_id, turn.number))
-        if turn.reward is not None:
-            facts.append(Rewarded(session_id, turn.number, turn.reward))
-    if session.reward is not None:
-        facts.append(Rewarded(session_id, None, session.reward))
-    return facts
+    facts += [TurnRecorded(session_id, turn) for turn in stored.turns]
+    return facts if stored.reward is None else [*facts, Rewarded(session_id, None, stored.reward)]

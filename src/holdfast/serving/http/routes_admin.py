@@ -1,0 +1,63 @@
+"""Health, readiness and metrics; and what a trainer controls while agents work (for the owner `admin`, or for anyone
+where no keys are set)."""
+
+import secrets
+from collections.abc import Callable
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from holdfast.chats.service import ChatService
+from holdfast.errors import Forbidden, InvalidArgument
+from holdfast.observability.metrics import Metrics
+from holdfast.serving.http.middleware import owner_of
+from holdfast.serving.http.schema import WeightVersion, decode
+from holdfast.serving.keys import ADMIN, is_admin
+
+
+class HealthRoutes:
+    """`not_ready` returns why no new work should be sent here, None where it may be."""
+
+    def __init__(self, metrics: Metrics, not_ready: Callable[[], str | None]) -> None:
+        self._metrics = metrics
+        self._not_ready = not_ready
+        self._instance_id = secrets.token_hex(16)
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "session_server_instance_id": self._instance_id})
+
+    async def readyz(self, request: Request) -> Response:
+        reason = self._not_ready()
+        return JSONResponse({"status": reason or "ready"}, status_code=503 if reason else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class ControlRoutes:
+    def __init__(self, chats: ChatService) -> None:
+        self._chats = chats
+
+    async def pause(self, request: Request) -> Response:
+        _check(request)
+        mode = request.query_params.get("mode", "wait")
+        if mode not in ("wait", "abort"):
+            raise InvalidArgument(f"mode must be wait or abort, got {mode!r}", param="mode")
+        return JSONResponse({"status": "paused", "running": self._chats.pause(abort=mode == "abort")})
+
+    async def resume(self, request: Request) -> Response:
+        _check(request)
+        self._chats.setup.admission.resume()
+        return JSONResponse({"status": "running"})
+
+    async def weight_version(self, request: Request) -> Response:
+        _check(request)
+        body = decode(await request.body(), WeightVersion)
+        self._chats.setup.weight_version = body.weight_version
+        return JSONResponse({"weight_version": body.weight_version})
+
+
+def _check(request: Request) -> None:
+    if not is_admin(owner_of(request)):
+        raise Forbidden(f"this needs an API key of the owner {ADMIN!r}")

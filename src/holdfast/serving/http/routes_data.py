@@ -1,0 +1,104 @@
+"""What leaves a server and what comes into it: samples, session files, and the purge of closed sessions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from holdfast.chats.samples.formats import CONTENT_TYPES, encode, read_format
+from holdfast.chats.samples.options import Options
+from holdfast.chats.service import ChatService
+from holdfast.errors import InvalidArgument
+from holdfast.serving.http.middleware import owner_of
+from holdfast.serving.http.schema import Purge, SamplesRequest, decode
+from holdfast.serving.keys import is_admin
+from holdfast.sessions.portable.file import pieces
+from holdfast.sessions.portable.transfers import Transfers
+from holdfast.sessions.purge import closed_sessions, purge
+from holdfast.sessions.runtime import Runtime
+
+_DAY_S = 86_400
+
+
+class DataRoutes:
+    def __init__(self, runtime: Runtime, chats: ChatService, transfers: Transfers, *, retain_days: int) -> None:
+        self._runtime = runtime
+        self._chats = chats
+        self._transfers = transfers
+        self._retain_days = retain_days
+
+    async def samples(self, request: Request) -> Response:
+        session_id, owner = request.path_params["session_id"], owner_of(request)
+        self._runtime.info(session_id, owner)  # an unknown session is reported before a malformed body
+        body = decode(await request.body(), SamplesRequest, may_be_empty=True)
+        options = Options(
+            branch=body.branch,
+            max_seq_len=body.max_seq_len,
+            min_weight_version=body.min_weight_version,
+            metadata=body.metadata or {},
+        )
+        form = read_format(body.format)
+        export = self._chats.samples(session_id, owner, options)
+        content = await asyncio.to_thread(lambda: encode(export(), form))
+        return Response(content, media_type=CONTENT_TYPES[form])
+
+    async def export(self, request: Request) -> Response:
+        session_id, owner = request.path_params["session_id"], owner_of(request)
+        parts = await self._transfers.export(
+            session_id, owner, with_snapshot=_wants_snapshot(request), is_admin=is_admin(owner)
+        )
+
+        async def content() -> AsyncIterator[bytes]:
+            for piece in pieces(parts):
+                yield piece
+
+        headers = {
+            "content-length": str(sum(map(len, parts))),
+            "content-disposition": f'attachment; filename="{session_id}.holdfast"',
+        }
+        return StreamingResponse(content(), headers=headers, media_type="application/octet-stream")
+
+    async def import_session(self, request: Request) -> Response:
+        imported = await self._transfers.import_file(owner_of(request), aiter(request.stream()))
+        return JSONResponse(
+            {
+                "session_id": imported.session_id,
+                "history_length": imported.history_length,
+                "reused_tokens": imported.reused_tokens,
+                "recomputed_tokens": imported.recomputed_tokens,
+            }
+        )
+
+    async def purge(self, request: Request) -> Response:
+        body = decode(await request.body(), Purge, may_be_empty=True)
+        owner, journal = owner_of(request), self._runtime.journal
+        own = {view.session_id for view in self._runtime.list_sessions(owner)}
+        for session_id in own.intersection(body.session_ids or ()):
+            raise InvalidArgument(f"session {session_id} is not closed; close it first", param="session_ids")
+        found = await closed_sessions(
+            journal,
+            owner=None if is_admin(owner) else owner,
+            session_ids=None if body.session_ids is None else set(body.session_ids),
+            before=self._before(body),
+        )
+        if not body.dry_run:
+            await purge(journal, found)
+        listed = [{"session_id": one.session_id, "owner": one.owner, "closed_at": one.at} for one in found]
+        return JSONResponse({"purged": 0 if body.dry_run else len(found), "sessions": listed})
+
+    def _before(self, body: Purge) -> float | None:
+        """Closed before when; None: at any time."""
+        if body.older_than_s is not None:
+            return time.time() - body.older_than_s
+        if body.session_ids is not None:
+            return None
+        return time.time() - self._retain_days * _DAY_S if self._retain_days else 0.0
+
+
+def _wants_snapshot(request: Request) -> bool:
+    value = request.query_params.get("snapshot", "true")
+    if value not in ("true", "false"):
+        raise InvalidArgument(f"snapshot must be true or false, got {value!r}", param="snapshot")
+    return value == "true"

@@ -1,0 +1,125 @@
+"""What is on record of one chat turn: the structure that the tree, the journal, session files and samples share.
+
+`to_stored` and `from_stored` convert it to plain values for a database row or a session file and back, bit for bit:
+messages as JSON, tokens and logprobs as little-endian arrays.
+"""
+
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+if TYPE_CHECKING:
+    Tokens = array[int]
+    Logprobs = array[float]
+else:
+    Tokens = Logprobs = array
+
+N = TypeVar("N", int, float)
+Stored = bytes | str | int | float | bool | None
+ByteRange = tuple[int, int]  # where something begins and ends in bytes
+
+_Count = Annotated[int, Meta(ge=0)]
+_JSON = ("messages", "reply", "root", "facts")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInputs:
+    """What shapes the first prompt and so belongs to a whole conversation: tools, and template variables that show."""
+
+    tools: str = "[]"
+    variables: str = "{}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnFacts:
+    """What a trainer must know about a turn besides its tokens."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the parameters it was sampled with
+    logprob_kind: str = "unknown"  # of `logprobs`: raw (before temperature), sampling, or unknown
+    weight_versions: tuple[str, str] = ("", "")  # when the turn began and when it ended
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    routed_experts: str | ByteRange | None = None  # base64 of int32 or a list; mostly its range in the response
+    indexer_topk: str | ByteRange | None = None
+    cut: tuple[ByteRange, ...] = ()  # parts of the response that the client did not get
+
+
+class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idempotency_key": "ticket_key"}):
+    """One turn. The history after it is the parent's path, then `given`, then `sampled`.
+
+    Everything is fixed once the turn is recorded, except `reward`, `is_delivered`, and the two bodies: they are None
+    while only the journal holds them.
+    """
+
+    number: _Count
+    parent: _Count = 0  # the number of the turn above; 0: none
+    messages: tuple[dict[str, Any], ...] = ()  # new in this turn
+    reply: dict[str, Any] = msgspec.field(default_factory=dict)
+    root: TemplateInputs = TemplateInputs()
+    given: Tokens = msgspec.field(default_factory=lambda: array("i"))
+    sampled: Tokens = msgspec.field(default_factory=lambda: array("i"))
+    logprobs: Logprobs = msgspec.field(default_factory=lambda: array("d"))
+    sampling_logprobs: Logprobs = msgspec.field(default_factory=lambda: array("d"))
+    finish_reason: str = ""
+    facts: TurnFacts = TurnFacts()
+    num_control: _Count = 0  # control tokens that the messages spelled out as text
+    request: bytes | None = None  # as the backend got it, without the ids that the path holds
+    response: bytes | None = None
+    reward: float | None = None
+    is_delivered: bool = False
+    idempotency_key: str = ""
+    body_hash: bytes = b""
+
+
+def to_stored(turn: TurnRecord) -> dict[str, Stored]:
+    """The turn as plain values under the names that databases and files use, in a fixed order."""
+    stored: dict[str, Stored] = {}
+    for name, column in zip(TurnRecord.__struct_fields__, TurnRecord.__struct_encode_fields__, strict=True):
+        value = getattr(turn, name)
+        stored[column] = (
+            msgspec.json.encode(value) if name in _JSON else packed(value) if isinstance(value, array) else value
+        )
+    return stored
+
+
+def from_stored(stored: Mapping[str, Any]) -> TurnRecord:
+    """What `to_stored` was given. Raises ValueError (msgspec's errors are) where the values do not make a turn."""
+    values = dict(stored)
+    try:
+        values |= {name: msgspec.json.decode(values[name]) for name in _JSON}
+        values |= {name: tokens_of(values[name]) for name in ("given", "sampled")}
+        values |= {name: floats_of(values[name]) for name in ("logprobs", "sampling_logprobs")}
+    except (KeyError, TypeError) as exc:
+        raise ValueError(f"a turn lacks a field or has one of another type: {exc}") from exc
+    return msgspec.convert(values, TurnRecord)
+
+
+def packed(values: "array[int] | array[float]") -> bytes:
+    """Little-endian, whatever the machine."""
+    if values.typecode not in "id":
+        raise TypeError(f"tokens are array('i') and logprobs array('d'), got array({values.typecode!r})")
+    if sys.byteorder == "little":
+        return values.tobytes()
+    swapped = values[:]
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+def tokens_of(data: bytes) -> "array[int]":
+    return _unpacked(array("i"), data)
+
+
+def floats_of(data: bytes) -> "array[float]":
+    return _unpacked(array("d"), data)
+
+
+def _unpacked(values: "array[N]", data: bytes) -> "array[N]":
+    values.frombytes(data)
+    if sys.byteorder != "little":
+        values.byteswap()
+    return values
