@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chats.samples.certificate import problems
 from holdfast.chats.samples.formats import decode, encode
 from holdfast.chats.samples.sample import Export
-from holdfast.chats.samples.verification import problems
 from holdfast.config import ChatConfig
 from holdfast.engine.interface import Row
 from holdfast.engine.slab import SlabShape

@@ -22,13 +22,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.chats.samples import assembly as assembling
-from holdfast.chats.samples.assembly import assemble
-from holdfast.chats.samples.certificate import certify
+from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
+from holdfast.chats.samples.certificate import certify, problems
 from holdfast.chats.samples.formats import Format, decode, encode, read_format
-from holdfast.chats.samples.options import Options, SessionFacts
-from holdfast.chats.samples.raw_tokens import from_spans
 from holdfast.chats.samples.sample import EmptyReason, Export, Masked, Sample, Status
-from holdfast.chats.samples.verification import problems
 from holdfast.chats.tree import Node, Tree
 from holdfast.cli import main
 from holdfast.errors import InvalidArgument, SamplesUnusable, Unimplemented

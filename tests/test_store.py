@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from holdfast.errors import CapacityExhausted, SessionBusy, SessionNotFound
-from holdfast.sessions import registry as stores
-from holdfast.sessions.registry import SessionRegistry, new_session_id
-from holdfast.sessions.session import Session, SessionGate
+from holdfast.sessions import session as stores
+from holdfast.sessions.session import Session, SessionGate, SessionRegistry, new_session_id
 from tests.effort import examples
 
 OWNERS = ("ann", "bob")

@@ -136,10 +136,10 @@ class SessionNotFound(HoldfastError):
 
 
 _WHY = {
-    "unknown": "this id was never issued, or not to you",
+    "unknown": "no such session of yours",
     "closed": "it was closed",
     "expired": "it was idle for too long",
-    "evicted": "it was idle and its place was needed",
+    "evicted": "it was idle and its slot was needed",
 }
 
 
@@ -191,7 +191,9 @@ class RecomputeTooLong(HoldfastError):
     code = "recompute_too_long"
 
     def __init__(self, *, target: int, lowest: int) -> None:
-        super().__init__(f"cannot rewind to {target} without recomputing: the slab reaches back to {lowest}")
+        super().__init__(
+            f"cannot rewind to {target}: too many tokens would have to be computed again (free down to {lowest})"
+        )
         self.lowest = lowest
 
     @property

@@ -69,14 +69,13 @@ async def _pin(turn: ChatTurn) -> None:
 
 
 def _usage(turn: ChatTurn, reply: SampledReply, base: Node, recomputed: int) -> TokenUsage:
-    parent, trajectory = turn.prepared.parent, turn.trajectory
+    parent = turn.prepared.parent
     prompt_tokens = parent.end + len(turn.prepared.prompt.ids)
-    view = turn.setup.runtime.info(trajectory.session_id, trajectory.owner)
     return TokenUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=reply.num_tokens,
         prefilled_tokens=prompt_tokens - base.end + bool(base.end),  # the last token there was still pending
-        dropped_tokens=view.dropped_token_count,
+        dropped_tokens=turn.claim.session.num_dropped(turn.setup.runtime.model.recent),
         recomputed_tokens=recomputed + parent.end - base.end,
         reasoning_tokens=reply.num_reasoning,
     )

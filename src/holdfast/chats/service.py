@@ -10,9 +10,7 @@ import msgspec
 from holdfast.backends.json_members import without
 from holdfast.chat.messages import read_messages
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
-from holdfast.chats.samples.assembly import assemble
-from holdfast.chats.samples.options import Options, SessionFacts
-from holdfast.chats.samples.raw_tokens import from_spans
+from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.sample import Export
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
@@ -87,22 +85,22 @@ class ChatService:
         )
         return view
 
-    def get(self, session_id: str, owner: str) -> tuple[SessionView, Trajectory]:
-        """The session's state and its trajectory."""
-        view = self._runtime.info(session_id, owner)
+    def get(self, session_id: str, owner: str) -> Trajectory:
+        """The trajectory of the owner's chat session."""
+        self._runtime.find(session_id, owner)
         trajectory = self._trajectories.get(session_id)
         if trajectory is None:
             raise InvalidArgument(
                 f"session {session_id} is a session of raw tokens over gRPC; open a chat session with POST /sessions"
             )
-        return view, trajectory
+        return trajectory
 
     def turn(self, session_id: str, owner: str, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The events of one turn. A retry joins the turn in flight, or gets the last response again.
 
         If the generator is closed early, nothing of the turn is recorded, unless someone else listens too.
         """
-        _, trajectory = self.get(session_id, owner)
+        trajectory = self.get(session_id, owner)
         turn = trajectory.turn
         if turn is None and request.key.repeats(trajectory.last_key):
             return self._replay(trajectory)
@@ -122,7 +120,7 @@ class ChatService:
 
     async def fork(self, session_id: str, owner: str, *, label: str = "") -> SessionView:
         """A new session with the same past; the two go their own ways from here."""
-        _, source = self.get(session_id, owner)
+        source = self.get(session_id, owner)
         async with self._runtime.claim(session_id, owner) as claim:
             await source.rollback(claim)
             tip = source.tree.tip
@@ -141,7 +139,7 @@ class ChatService:
 
     async def content(self, session_id: str, owner: str) -> ChatContent:
         """All that is on record of a chat that the caller has claimed."""
-        _, trajectory = self.get(session_id, owner)
+        trajectory = self.get(session_id, owner)
         journal, nodes = self._runtime.journal, trajectory.tree.nodes
         turns = [await with_bodies(node.turn, session_id, journal) for node in nodes]
         for index, turn in enumerate(turns):  # a file counts spelled control tokens for the chat, not for each turn
@@ -170,7 +168,7 @@ class ChatService:
 
     async def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
         """Set the reward of a session, or of one of its turns."""
-        _, trajectory = self.get(session_id, owner)
+        trajectory = self.get(session_id, owner)
         nodes = trajectory.tree.nodes
         if not math.isfinite(reward):
             raise InvalidArgument("reward must be a finite number", param="reward")

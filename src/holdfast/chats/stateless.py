@@ -96,7 +96,7 @@ class StatelessReplies:
             prompt_tokens=len(prompt),
             completion_tokens=reply.num_tokens,
             prefilled_tokens=len(prompt),
-            dropped_tokens=self._runtime.info(choice.session_id, owner).dropped_token_count,
+            dropped_tokens=claim.session.num_dropped(self._runtime.model.recent),
             reasoning_tokens=reply.num_reasoning,
             is_first=params.choice == 0,
         )

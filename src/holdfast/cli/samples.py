@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from holdfast.chats.samples.certificate import problems, problems_of
 from holdfast.chats.samples.formats import decode
 from holdfast.chats.samples.sample import Export, Sample
-from holdfast.chats.samples.verification import problems, problems_of
 from holdfast.errors import ConfigError, SamplesUnusable, Unimplemented
 
 

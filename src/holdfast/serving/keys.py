@@ -34,13 +34,13 @@ class Keys:
             return LOCAL_OWNER
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise Unauthenticated("an API key is needed: send 'authorization: Bearer KEY'")
+            raise Unauthenticated("an API key is required: send 'authorization: Bearer KEY'")
         given, found = _digest(key.strip()), None
         for digest, owner in self._owners.items():  # all of them, so that time tells nothing
             if hmac.compare_digest(digest, given):
                 found = owner
         if found is None:
-            raise Unauthenticated("this API key is not known here")
+            raise Unauthenticated("the API key is not valid for this server")
         return found
 
 
@@ -64,12 +64,14 @@ def read_keys(path: str) -> Keys:
         if not owner or not key or len(key.split()) > 1:
             raise ConfigError(f"line {number} of {path} is not OWNER:KEY")
         if owner == LOCAL_OWNER:
-            raise ConfigError(f"line {number} of {path}: the owner {LOCAL_OWNER!r} stands for servers without keys")
+            raise ConfigError(
+                f"line {number} of {path}: the owner name {LOCAL_OWNER!r} is reserved for servers without keys"
+            )
         if key in owners:
             raise ConfigError(f"line {number} of {path} repeats a key")
         owners[key] = owner
     if not owners:
-        raise ConfigError(f"{path} holds no keys")
+        raise ConfigError(f"{path} contains no keys")
     return Keys(owners)
 
 
@@ -79,8 +81,8 @@ def check_bind(address: str, keys: Keys, *, insecure: bool) -> None:
     if keys or insecure or _is_loopback(host):
         return
     raise ConfigError(
-        f"refusing to listen on {address} without keys: anyone could use it; "
-        "give --keys-file, listen on 127.0.0.1, or say --insecure"
+        f"refusing to listen on {address} without API keys: anyone could use it; "
+        "pass --keys-file, listen on 127.0.0.1, or pass --insecure"
     )
 
 

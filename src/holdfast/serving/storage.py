@@ -62,8 +62,8 @@ def _check_tokenizer(directory: Path, model: ModelInfo) -> None:
         raise ConfigError(f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc})") from exc
     if model.tokenizer_hash and tokenizer_hash != model.tokenizer_hash:
         raise ConfigError(
-            f"the data directory {directory} was used with {name!r} and another tokenizer than that of {model.name!r}: "
-            "its sessions would say something else; use another --data-dir, or that model"
+            f"the data directory {directory} was used with {name!r}, which has another tokenizer than {model.name!r}; "
+            "use another --data-dir, or serve that model"
         )
 
 

@@ -13,8 +13,7 @@ from holdfast.errors import CapacityExhausted, SnapshotMismatch
 from holdfast.observability.metrics import Metrics
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.ports import Backend
-from holdfast.sessions.registry import SessionRegistry
-from holdfast.sessions.session import Session
+from holdfast.sessions.session import Session, SessionRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Parking:
                 session.handle = await self._backend.restore(content, tokens)
                 return 0
             except SnapshotMismatch as exc:
-                logger.warning("session %s is computed again: %s", session.id, exc)
+                logger.warning("the history of session %s is computed again: %s", session.id, exc)
         handle = await self._backend.open(sink=session.sink)
         try:
             await self._backend.append(handle, tokens)
@@ -151,7 +150,9 @@ class SlabCapacity:
             await self.park(victim)
             return
         if not may_evict:
-            raise CapacityExhausted("sessions hold all places; close one, or raise --sessions or --max-parked")
+            raise CapacityExhausted(
+                "all session slots are in use; close a session, or raise --sessions or --max-parked"
+            )
         longest = self._registry.longest_parked() if self._max_parked else None
         self._metrics.session_evicted.labels("capacity").inc()
         await self._remove(longest or victim, "evicted")

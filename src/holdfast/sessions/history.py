@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from holdfast.generation import Done, Event, Sampled, StopReason
+from holdfast.sessions.journal.base import Entry, HistoryRewound, Step, TokensGiven, TokensSampled
+from holdfast.sessions.record import TurnRecord
 
 
 class SpanKind(StrEnum):
@@ -113,6 +115,49 @@ class History:
         ]
         other.rewind(length)
         return other
+
+    def entries_since(self, session_id: str, start: int) -> list[Entry]:
+        """What the history holds from `start` on, for the journal. Searches from the end, as histories are long."""
+        found: list[Entry] = []
+        for span in reversed(self.spans):
+            if span.end <= start:
+                break
+            first = max(start, span.start)
+            tokens = self._tokens[first : span.end]
+            if span.kind is SpanKind.GIVEN:
+                found.append(TokensGiven(session_id, tokens))
+                continue
+            inner = slice(first - span.start, None)
+            reason = span.stop_reason.value if span.stop_reason else None
+            found.append(TokensSampled(session_id, tokens, span.logprobs[inner], span.sampling_logprobs[inner], reason))
+        return found[::-1]
+
+    def repeat(self, step: Step) -> None:
+        """Apply what the journal has on record."""
+        match step:
+            case HistoryRewound():
+                self.rewind(step.length)
+            case TokensGiven():
+                self.give(step.tokens)
+            case TurnRecord():
+                self.give(step.given)
+                turn_reason = StopReason.MAX_TOKENS if step.finish_reason == "length" else StopReason.EOS
+                self._sample_all(step.sampled, step.logprobs, step.sampling_logprobs, turn_reason)
+            case TokensSampled():
+                reason = StopReason(step.stop_reason) if step.stop_reason else None
+                self._sample_all(step.tokens, step.logprobs, step.sampling_logprobs, reason)
+
+    def _sample_all(
+        self,
+        tokens: "array[int]",
+        logprobs: "array[float]",
+        sampling_logprobs: "array[float]",
+        reason: StopReason | None,
+    ) -> None:
+        span = self.begin_sampled()
+        for token, logprob, sampling in zip(tokens, logprobs, sampling_logprobs, strict=True):
+            self.sample(span, Sampled(token=token, logprob=logprob, sampling_logprob=sampling))
+        span.stop_reason = reason
 
     def pieces(self, start: int, end: int, *, limit: int) -> Iterator[SpanPiece]:
         """The tokens from `start` to `end`, span by span, at most `limit` a piece. Copies as it goes."""

@@ -14,10 +14,8 @@ from holdfast.observability.metrics import Metrics
 from holdfast.sessions.capacity import SlabCapacity
 from holdfast.sessions.history import GenerationRecord
 from holdfast.sessions.journal.base import Entry, HistoryRewound, Journal, Pinned, SessionKind, SessionOpened
-from holdfast.sessions.persistence import opened, spans_since
 from holdfast.sessions.ports import Backend, EventStream
-from holdfast.sessions.session import Session
-from holdfast.sessions.session_metrics import observe_batch
+from holdfast.sessions.session import Session, opened
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +229,8 @@ class Claim:
             if backend_length != length:
                 return
             try:
-                await self._record_tokens(HistoryRewound(session.id, length))
+                if session.kind == "tokens":
+                    await self.record(HistoryRewound(session.id, length))
             except HoldfastError:  # everything stays as it was: what was cut off is computed again
                 await self._backend.append(handle, session.history.slice(length, self.history_length))
                 raise
@@ -253,7 +252,7 @@ class Claim:
                 await asyncio.shield(session.parking)
             snapshot = await self._operations.capacity.snapshot_of(session) if with_snapshot else None
             self.check_not_closed()
-            return opened(session), spans_since(session, 0), snapshot
+            return opened(session), session.history.entries_since(session.id, 0), snapshot
         except HoldfastError:
             self.check_not_closed()  # a session that was closed meanwhile is reported as closed, whatever else failed
             raise
@@ -331,16 +330,13 @@ class Claim:
             metrics.invariant_violations.labels("inv1").inc()
             raise
 
-    async def _record_tokens(self, *entries: Entry) -> None:
-        """The tokens of a chat are recorded with its turns."""
-        if self.session.kind == "tokens":
-            await self.record(*entries)
-
     async def _record_since(self, start: int) -> None:
         """Record what the history has gained; where that fails, it has gained nothing."""
         session = self.session
+        if session.kind == "chat":  # its tokens are recorded with its turns
+            return
         try:
-            await self._record_tokens(*spans_since(session, start))
+            await self.record(*session.history.entries_since(session.id, start))
         except HoldfastError:
             assert session.handle is not None
             await self._backend.rewind(session.handle, start, is_limited=False)
@@ -356,3 +352,19 @@ _USES = {
     "chat": "is a chat session: over gRPC it can be read, forked and closed, not written",
     "tokens": "is a session of raw tokens: it is written over gRPC",
 }
+
+
+def observe_batch(metrics: Metrics, batch: Sequence[Event], since_s: float, *, is_first: bool) -> None:
+    """Tokens that arrived together, `since_s` after the call began or after those before them."""
+    num = sum(isinstance(event, Sampled) for event in batch)
+    metrics.generated_tokens.inc(num)
+    if num and is_first:
+        metrics.time_to_first_token.observe(since_s)
+    elif num:
+        metrics.inter_token.observe(since_s / num)
+    if isinstance(done := batch[-1], Done):
+        metrics.generate_prefill_tokens.observe(done.prefill_tokens)
+        metrics.generate_prefill_duration.observe(done.prefill_duration_s)
+        if done.num_proposed:
+            metrics.draft_tokens.labels("accepted").inc(done.num_accepted)
+            metrics.draft_tokens.labels("rejected").inc(done.num_proposed - done.num_accepted)

@@ -23,12 +23,9 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.operations import Claim, Operations, RewindResult
-from holdfast.sessions.persistence import opened, restored, spans_since
 from holdfast.sessions.ports import Backend, ModelInfo
-from holdfast.sessions.registry import SessionRegistry, new_session_id
-from holdfast.sessions.session import Session
-from holdfast.sessions.session_metrics import watch_sessions
-from holdfast.sessions.view import PARKED, SessionView, view_of
+from holdfast.sessions.session import Session, SessionRegistry, new_session_id, opened, restored
+from holdfast.sessions.view import PARKED, SessionView, view_of, watch_sessions
 
 _PIECE_TOKENS = 4096
 
@@ -184,7 +181,7 @@ class Runtime:
             fork = await self._forked(claim, label, "tokens")
         recomputed = 0
         try:
-            await self._record(fork, opened(fork, ForkedFrom(session_id)), *spans_since(fork, 0))
+            await self._record(fork, opened(fork, ForkedFrom(session_id)), *fork.history.entries_since(fork.id, 0))
             if length < len(fork.history):
                 recomputed = (await self.rewind(fork.id, owner, length)).recomputed_tokens
         except BaseException:
@@ -228,12 +225,12 @@ class Runtime:
         return next(self._numbers)
 
     def info(self, session_id: str, owner: str) -> SessionView:
-        """How the session stands. Never waits, also while it is busy."""
+        """The state of the session. Never waits, even while it is busy."""
         return self._view(self._registry.get(session_id, owner))
 
-    def eos_token_ids(self, session_id: str, owner: str) -> frozenset[int]:
-        """The tokens that end a generation of this session."""
-        return self._registry.get(session_id, owner).eos_token_ids
+    def find(self, session_id: str, owner: str) -> Session:
+        """The owner's session, to be looked at. Raises SessionNotFound."""
+        return self._registry.get(session_id, owner)
 
     def list_sessions(self, owner: str, *, after: int = 0) -> list[SessionView]:
         """The owner's sessions, oldest first, from the one after number `after` on."""

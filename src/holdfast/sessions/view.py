@@ -1,13 +1,20 @@
-"""What can be said about a session at one moment, for any door."""
+"""The state of sessions as both endpoints report it: one session, a page of a list, and the gauges of all."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
+from prometheus_client import Gauge
+
+from holdfast.errors import InvalidArgument
+from holdfast.observability.metrics import Metrics
 from holdfast.sessions.history import SpanKind
 from holdfast.sessions.journal.base import SessionKind
 from holdfast.sessions.ports import BackendView
 from holdfast.sessions.session import Session
+
+MAX_PAGE = 1000
 
 
 class SessionState(StrEnum):
@@ -67,7 +74,7 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         state=SessionState.FAILED if failure else SessionState.PARKED if backend is PARKED else SessionState.LIVE,
         is_busy=session.is_busy,
         history_length=len(session.history),
-        dropped_token_count=max(0, len(session.history) - session.sink - recent),
+        dropped_token_count=session.num_dropped(recent),
         sink=session.sink,
         recent=recent,
         kv_live_bytes=backend.kv_live_bytes,
@@ -81,3 +88,65 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         rewind_count=session.num_rewinds,
         recomputed_tokens=session.recomputed_tokens,
     )
+
+
+class Page(NamedTuple):
+    """`next_token` is empty where there are no more."""
+
+    views: list[SessionView]
+    next_token: str
+
+
+def page_of(
+    views: Iterable[SessionView], *, label: str | None = None, state: SessionState | None = None, size: int | None
+) -> Page:
+    """The first `size` of the views that fit, which come by number; with None all of them."""
+    if size is not None and not 1 <= size <= MAX_PAGE:
+        raise InvalidArgument(f"page_size must be 1 to {MAX_PAGE}, got {size}", param="page_size")
+    fitting = [
+        view for view in views if (label is None or view.label == label) and (state is None or view.state is state)
+    ]
+    if size is None or len(fitting) <= size:
+        return Page(fitting, "")
+    return Page(fitting[:size], str(fitting[size - 1].number))
+
+
+def page_start(token: str) -> int:
+    """After which session a page begins."""
+    if token and not (token.isascii() and token.isdigit() and len(token) < 20):
+        raise InvalidArgument("page_token is not one that this server returned", param="page_token")
+    return int(token or 0)
+
+
+def watch_sessions(metrics: Metrics, views: Callable[[], Iterable[SessionView]]) -> None:
+    """Gauges that look when they are asked. Sessions may be many, so the first gauge looks at them for all."""
+    seen: dict[Gauge, float] = {}
+
+    def look() -> None:
+        seen.clear()
+        for view in views():
+            is_parked = view.state is SessionState.PARKED
+            for gauge, amount in (
+                (metrics.session_parked if is_parked else metrics.session_active, 1),
+                (metrics.session_kv_live_bytes, view.kv_live_bytes or 0),
+                (metrics.session_kv_reserved_bytes, view.kv_reserved_bytes or 0),
+                (metrics.session_history_tokens, view.history_length),
+            ):
+                seen[gauge] = seen.get(gauge, 0.0) + amount
+
+    def total(gauge: Gauge) -> Callable[[], float]:
+        def read() -> float:
+            if gauge is metrics.session_active:  # which is read before the others
+                look()
+            return seen.get(gauge, 0.0)
+
+        return read
+
+    for gauge in (
+        metrics.session_active,
+        metrics.session_parked,
+        metrics.session_kv_live_bytes,
+        metrics.session_kv_reserved_bytes,
+        metrics.session_history_tokens,
+    ):
+        gauge.set_function(total(gauge))

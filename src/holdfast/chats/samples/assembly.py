@@ -1,6 +1,6 @@
 """From a tree of turns to samples. Changes nothing; the same tree and options always give the same samples.
 
->>> from holdfast.chat.continuation import TemplateInputs
+>>> from holdfast.sessions.record import TemplateInputs
 >>> from holdfast.generation import Sampled
 >>> from holdfast.chats.tree import Tree
 >>> tree, reply = Tree(), {"role": "assistant", "content": "Hello"}
@@ -27,7 +27,8 @@
 import json
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -35,14 +36,54 @@ import numpy as np
 
 from holdfast.chats.samples.certificate import certify
 from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start
-from holdfast.chats.samples.options import Options, SessionFacts
 from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
 from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan
 from holdfast.chats.tree import Node, Tree
-from holdfast.errors import SamplesUnusable
+from holdfast.errors import InvalidArgument, SamplesUnusable
+from holdfast.generation import Sampled, StopReason
+from holdfast.sessions.history import SpanKind, SpanPiece
+from holdfast.sessions.record import TemplateInputs, TurnFacts
 
 Detokenize = Callable[[list[int]], str]
 _STATUS = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED, "": Status.ABORTED}
+_FINISH = {
+    StopReason.MAX_TOKENS: "length",
+    StopReason.EOS: "stop",
+    StopReason.STOP_TOKEN: "stop",
+    StopReason.CANCELLED: "cancelled",
+    None: "",  # rewound into, or never finished: nothing is claimed
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a trainer asks for. `num_layers` gives routed experts their shape where the upstream sends them flat."""
+
+    branch: str = "tip"
+    max_seq_len: int | None = None
+    min_weight_version: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # goes over the session's own
+    num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.branch not in ("tip", "all"):
+            raise InvalidArgument(f"branch must be tip or all, got {self.branch!r}", param="branch")
+        for name, lowest in (("max_seq_len", 1), ("min_weight_version", 0), ("num_layers", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < lowest):
+                raise InvalidArgument(f"{name} must be an integer of at least {lowest}, got {value!r}", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFacts:
+    """What a session adds to each of its samples. `summary` becomes the export's `session_metadata`."""
+
+    session_id: str = ""
+    group: str = ""
+    label: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    reward: float | None = None  # for the whole session; without it, a sample's is the sum of its turns'
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
 
 def assemble(
@@ -195,3 +236,47 @@ def _plain(value: Mapping[str, Any], what: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (TypeError, ValueError, RecursionError) as exc:
         raise SamplesUnusable(f"{what}: not JSON: {exc}", reason="metadata") from exc
+
+
+def from_spans(
+    pieces: Iterable[SpanPiece],
+    options: Options | None = None,
+    session: SessionFacts | None = None,
+    *,
+    facts: TurnFacts | None = None,
+    detokenize: Detokenize | None = None,
+) -> Export:
+    """The one sample of a session of raw tokens, up to its last sampled token. `facts` hold for every turn.
+
+    A span that came in several pieces is one turn; the last piece has its stop reason.
+    """
+    tree = Tree()
+    given: list[int] = []
+    sampled: list[Sampled] = []
+
+    def end_turn(stop_reason: StopReason | None) -> None:
+        if sampled:
+            tree.attach(
+                tree.tip,
+                messages=(),
+                reply={"role": "assistant", "content": ""},
+                root=TemplateInputs(),
+                given=given,
+                sampled=sampled,
+                finish_reason=_FINISH[stop_reason],
+                facts=facts or TurnFacts(logprob_kind="raw"),
+            )
+            given.clear()
+            sampled.clear()
+
+    for piece in pieces:
+        if piece.kind is SpanKind.GIVEN:
+            end_turn(None)
+            given.extend(piece.tokens)
+            continue
+        for token, logprob, sampling in zip(piece.tokens, piece.logprobs, piece.sampling_logprobs, strict=True):
+            sampled.append(Sampled(token=token, logprob=logprob, sampling_logprob=sampling))
+        if piece.stop_reason is not None:
+            end_turn(piece.stop_reason)
+    end_turn(None)
+    return assemble(tree, options, session, detokenize=detokenize)

@@ -60,7 +60,7 @@ def decode(payload: bytes) -> Export:
             return parquet.read(payload)
         return _from_safetensors(payload) if payload[8:9] == b"{" else _from_json(payload)
     except (*_BROKEN, msgspec.MsgspecError, safetensors.SafetensorError) as exc:
-        raise SamplesUnusable(f"these are no samples: {exc}", reason="format") from exc
+        raise SamplesUnusable(f"not a samples file: {exc}", reason="format") from exc
 
 
 def _to_safetensors(export: Export) -> bytes:
@@ -81,7 +81,7 @@ def _from_safetensors(payload: bytes) -> Export:
     tensors = safetensors.numpy.load(payload)
     raw = tensors.pop(_META, np.zeros(0))
     if raw.dtype != np.uint8 or raw.ndim != 1:
-        raise ValueError(f"there is no {_META} that holds text")
+        raise ValueError(f"the tensor {_META} is missing or not text")
     meta = msgspec.json.decode(raw.tobytes(), type=ExportMeta)
     samples = []
     for index, said in enumerate(meta.samples):

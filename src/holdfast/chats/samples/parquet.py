@@ -49,7 +49,7 @@ def read(payload: bytes) -> Export:
     except (OSError, pa.ArrowException) as exc:
         raise ValueError(str(exc)) from exc
     if not table.schema.equals(_schema(pa)):
-        raise ValueError("its columns are others than those of samples")
+        raise ValueError("the table has other columns than samples have")
     held = table.schema.metadata or {}
     samples = []
     for index in range(table.num_rows):

@@ -28,7 +28,7 @@ ResponseOf = Callable[[Node], bytes]
 
 
 def no_response(node: Node) -> bytes:
-    raise SamplesUnusable(f"the response of turn {node.number} is not at hand", reason="responses")
+    raise SamplesUnusable(f"the response of turn {node.number} is not available", reason="responses")
 
 
 class _Piece(NamedTuple):
@@ -47,7 +47,7 @@ def rows_of(
     """One row for each of the first `num_tokens - 1` positions; None where no turn has a payload.
 
     Rows that came without a shape are [layers, topk] where `num_layers` is known and flat otherwise. `response_of` is
-    asked for the bytes of a turn that tells its payload by a place in them.
+    asked for the bytes of a turn that names its payload by a range in them.
     """
     pieces: list[_Piece] = []
     covered = 0

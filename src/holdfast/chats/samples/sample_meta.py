@@ -72,7 +72,7 @@ def sample_of(meta: SampleMeta, arrays: Mapping[str, NDArray[Any] | None]) -> Sa
     for name, kind in ARRAYS.items():
         array = arrays.get(name)
         if (array is None) != (name in meta.nulls):
-            raise ValueError(f"{name} is {'missing' if array is None else 'there, but listed in nulls'}")
+            raise ValueError(f"{name} is {'missing' if array is None else 'present, but listed in nulls'}")
         if array is not None and array.dtype != kind:
             raise ValueError(f"{name} holds {array.dtype}, not {np.dtype(kind)}")
     tokens, mask = arrays["tokens"], arrays["loss_mask"]
@@ -95,7 +95,7 @@ def sample_of(meta: SampleMeta, arrays: Mapping[str, NDArray[Any] | None]) -> Sa
         **{name: arrays.get(name) for name in (*ARRAYS, *RECORDED)},  # type: ignore[arg-type]
     )
     if (sample.logprob_kind, meta_of(sample).weight_versions) != (meta.logprob_kind, meta.weight_versions):
-        raise ValueError("what is said of weights or logprobs is not what the turns say")
+        raise ValueError("weight_versions or logprob_kind differ from those of the turns")
     return sample
 
 

@@ -101,7 +101,7 @@ class _Watch:
         elif isinstance(exc, Exception):
             self._count("INTERNAL")
             logger.error("%s failed", self._method, exc_info=exc)
-            await self._context.abort(grpc.StatusCode.INTERNAL, "an error of the server's own; it was logged")
+            await self._context.abort(grpc.StatusCode.INTERNAL, "internal error; see the server log")
         else:  # cancelled: the client is gone or out of time
             self._count("CANCELLED")
 
@@ -118,6 +118,6 @@ def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         try:
             return deserialize(data)
         except DecodeError as exc:
-            raise InvalidArgument("the request is not a message of this method") from exc
+            raise InvalidArgument("the request is not a valid message for this method") from exc
 
     return decode

@@ -61,7 +61,9 @@ def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, k
     try:
         port = _bind(server, config)
     except RuntimeError as exc:
-        raise ConfigError(f"cannot listen on {config.grpc}: the address is taken or not ours; choose another") from exc
+        raise ConfigError(
+            f"cannot listen on {config.grpc}: the address is in use or not available; choose another --grpc"
+        ) from exc
     return GrpcDoor(server, port, servicer)
 
 
@@ -69,12 +71,12 @@ def _bind(server: Any, config: ServeConfig) -> int:
     if not config.tls_cert and not config.tls_key:
         return int(server.add_insecure_port(config.grpc))
     if not (config.tls_cert and config.tls_key):
-        raise ConfigError("TLS needs both --tls-cert and --tls-key")
+        raise ConfigError("--tls-cert and --tls-key must be given together")
     try:
         key, chain = (Path(path).read_bytes() for path in (config.tls_key, config.tls_cert))
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
     except ssl.SSLError as exc:
-        raise ConfigError(f"{config.tls_cert} and {config.tls_key} are not a certificate and its key") from exc
+        raise ConfigError(f"{config.tls_cert} and {config.tls_key} are not a certificate and its private key") from exc
     except OSError as exc:
         raise ConfigError(f"cannot read {exc.filename}: {exc.strerror}") from exc
     return int(server.add_secure_port(config.grpc, grpc.ssl_server_credentials([(key, chain)])))

@@ -11,10 +11,10 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import current_owner
 from holdfast.serving.keys import is_admin
-from holdfast.sessions.page import page_of, page_start
 from holdfast.sessions.portable.file import pieces
 from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.view import page_of, page_start
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
 
@@ -70,7 +70,9 @@ class RuntimeService(rpc.RuntimeServiceServicer):
 
     async def Turn(self, request: pb.TurnRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         if not request.token_ids:
-            raise InvalidArgument("token_ids: a turn needs at least one token; use Generate to go on without")
+            raise InvalidArgument(
+                "token_ids: a turn needs at least one token; use Generate to sample without new tokens"
+            )
         async for event in self._generate(request, list(request.token_ids)):
             yield event
 
@@ -78,7 +80,7 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         self, request: pb.GenerateRequest | pb.TurnRequest, tokens: list[int]
     ) -> AsyncIterator[pb.GenerateEvent]:
         owner, session_id = current_owner.get(), request.session_id
-        eos = self._runtime.eos_token_ids(session_id, owner)
+        eos = self._runtime.find(session_id, owner).eos_token_ids
         params = convert.sampling_params(request.sampling, request.max_tokens, eos)
         expected = _optional(request, "expected_history_length")
         done: list[Event] = []

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route, Router
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.chats.service import ChatService
@@ -45,7 +45,7 @@ def create_app(
     if chats is not None:
         routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream)
     router = Router(routes, default=_not_found, redirect_slashes=False)
-    return HttpMiddleware(_Routes(router), config, keys or Keys(), runtime.metrics)
+    return HttpMiddleware(router, config, keys or Keys(), runtime.metrics)
 
 
 def _chat_routes(
@@ -87,28 +87,6 @@ def _chat_routes(
         Route("/control/weight_version", control.weight_version, methods=["PUT"]),
         *rest,
     ]
-
-
-class _Routes:
-    """The router; with an application in the scope it raises where it would answer in plain text."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self
-        try:
-            await self._router(scope, receive, send)
-        except HTTPException as exc:
-            if exc.status_code != 405:
-                raise
-            raise HTTPException(405, headers={"allow": self._allowed(scope)}) from exc
-
-    def _allowed(self, scope: Scope) -> str:
-        """All methods of a path: it may have a route for each."""
-        routes = [route for route in self._router.routes if isinstance(route, Route)]
-        matching = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
-        return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

@@ -72,12 +72,12 @@ def body_of(error: HoldfastError) -> dict[str, Any]:
     return {"error": body["error"] | facts}
 
 
-def response_for(error: Exception, *, is_plain: bool = False) -> Response:
-    """The answer to whatever was raised; what nobody foresaw is a 500 that tells nothing.
+def response_for(error: Exception, *, is_plain: bool = False, request_id: str = "") -> Response:
+    """The response to whatever was raised; an unexpected error is a 500 that names the request id for the server log.
 
-    `is_plain`: the error is its sentence alone, as miles' session server has it.
+    `is_plain`: the error is its message alone, as miles' session server has it.
     """
-    response = _enveloped(error)
+    response = _enveloped(error, request_id)
     if is_plain:
         kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
         said = msgspec.json.decode(response.body)["error"]["message"]
@@ -85,7 +85,7 @@ def response_for(error: Exception, *, is_plain: bool = False) -> Response:
     return response
 
 
-def _enveloped(error: Exception) -> JSONResponse:
+def _enveloped(error: Exception, request_id: str) -> JSONResponse:
     if isinstance(error, HoldfastError):
         headers: dict[str, str] = {}
         if (seconds := _RETRY_AFTER_S.get(error.code)) is not None:
@@ -98,7 +98,8 @@ def _enveloped(error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         body = envelope(_said(error), status=error.status_code, code=_CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=_plain(error.headers))
-    return JSONResponse(INTERNAL, 500)
+    message = f"internal error; see the server log for request id {request_id}"
+    return JSONResponse(envelope(message, status=500, code="internal"), 500)
 
 
 INTERNAL = envelope("internal error; see the server log", status=500, code="internal")

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Match, Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.config import ServeConfig
 from holdfast.errors import HoldfastError, PayloadTooLarge
@@ -31,10 +33,10 @@ _GONE = 499  # what nginx calls a client that left
 
 
 class HttpMiddleware:
-    """An ASGI application around another one."""
+    """An ASGI application around the router."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, keys: Keys, metrics: Metrics) -> None:
-        self._app = app
+    def __init__(self, router: Router, config: ServeConfig, keys: Keys, metrics: Metrics) -> None:
+        self._router = router
         self._keys = keys
         self._metrics = metrics
         self._limit = _Limit(config.max_body_mb, "the request body", "--max-body-mb")
@@ -77,7 +79,23 @@ class HttpMiddleware:
         limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
         if length.isdigit():
             limit.check(int(length))
-        await self._app(call.scope, self._limited(call, limit), call.send)
+        await self._route(call.scope, self._limited(call, limit), call.send)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """With an application in the scope the router raises where it would answer in plain text."""
+        scope["app"] = self
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as exc:
+            if exc.status_code != 405:
+                raise
+            raise HTTPException(405, headers={"allow": self._allowed(scope)}) from exc
+
+    def _allowed(self, scope: Scope) -> str:
+        """All methods of a path: it may have a route for each."""
+        routes = [route for route in self._router.routes if isinstance(route, Route)]
+        matching = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+        return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
     def _limited(self, call: "_Call", limit: "_Limit") -> Receive:
         received = 0
@@ -98,9 +116,11 @@ class HttpMiddleware:
     async def _refuse(self, call: "_Call", exc: Exception) -> None:
         if call.status:  # too late for an answer: end the connection instead of pretending that all went well
             raise exc
-        response = response_for(exc, is_plain=self._is_plain)
+        response = response_for(exc, is_plain=self._is_plain, request_id=call.request_id)
         if response.status_code == 500 and not isinstance(exc, HoldfastError):
-            logger.error("%s %s failed", call.scope["method"], call.scope["path"], exc_info=exc)
+            logger.error(
+                "request %s failed: %s %s", call.request_id, call.scope["method"], call.scope["path"], exc_info=exc
+            )
         await response(call.scope, call.receive, call.send)
 
     def _line(self, call: "_Call", route: str, duration_s: float) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from holdfast.serving.http.schema import (
     SamplesRequest,
     WeightVersion,
 )
-from holdfast.sessions.page import MAX_PAGE
-from holdfast.sessions.view import SessionState
+from holdfast.sessions.view import MAX_PAGE, SessionState
 
 _SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
 _SNAPSHOT = {"name": "snapshot", "in": "query", "schema": {"type": "boolean", "default": True}}
@@ -35,7 +34,7 @@ _TYPES = (ChatCompletion, Completion, NewSession, Fork, Purge, Reward, SamplesRe
 def _operation(about: str, *, body: type | None = None, status: int = 200, optional: bool = False) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": about,
-        "responses": {str(status): {"description": "as asked"}, "default": {"description": "OpenAI's error envelope"}},
+        "responses": {str(status): {"description": "success"}, "default": {"description": "OpenAI's error envelope"}},
     }
     if body is not None:
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}
@@ -65,33 +64,51 @@ def build() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
         "paths": {
-            "/health": {"get": _operation("alive?")},
-            "/healthz": {"get": _operation("alive?")},
-            "/readyz": {"get": _operation("loaded and not draining?")},
-            "/metrics": {"get": _operation("Prometheus metrics")},
-            "/v1/models": {"get": _operation("the model that is served")},
-            "/v1/chat/completions": {"post": _operation("one chat turn, whole prompt", body=ChatCompletion)},
-            "/v1/completions": {"post": _operation("one text completion", body=Completion)},
-            "/sessions": {
-                "get": _operation("your sessions, all or by pages") | {"parameters": _LISTED},
-                "post": _operation("open a session", body=NewSession, optional=True),
+            "/health": {"get": _operation("Liveness check")},
+            "/healthz": {"get": _operation("Liveness check")},
+            "/readyz": {
+                "get": _operation("Readiness check: 503 while draining or while the journal cannot be written")
             },
-            "/sessions/import": {"post": _upload("a new session from a session file")},
-            "/sessions/purge": {"post": _operation("forget closed sessions for good", body=Purge, optional=True)},
-            "/sessions/{session_id}/export": one | {"get": _download("the session as a file")},
+            "/metrics": {"get": _operation("Prometheus metrics")},
+            "/v1/models": {"get": _operation("The served model")},
+            "/v1/chat/completions": {
+                "post": _operation(
+                    "Chat completion, stateless: the whole conversation is the prompt", body=ChatCompletion
+                )
+            },
+            "/v1/completions": {"post": _operation("Text completion, stateless", body=Completion)},
+            "/sessions": {
+                "get": _operation("List your sessions, all or by pages") | {"parameters": _LISTED},
+                "post": _operation("Open a chat session", body=NewSession, optional=True),
+            },
+            "/sessions/import": {"post": _upload("Import a session file as a new session")},
+            "/sessions/purge": {
+                "post": _operation("Delete closed sessions from the journal", body=Purge, optional=True)
+            },
+            "/sessions/{session_id}/export": one | {"get": _download("Export the session as a file")},
             "/sessions/{session_id}": one
-            | {"get": _operation("how it stands"), "delete": _operation("close it", status=204)},
+            | {
+                "get": _operation("State, messages and recorded turns of the session"),
+                "delete": _operation("Close the session", status=204),
+            },
             "/sessions/{session_id}/fork": one
-            | {"post": _operation("a second session with the same past", body=Fork, optional=True)},
+            | {"post": _operation("Fork: a new session with the same history", body=Fork, optional=True)},
             "/sessions/{session_id}/v1/chat/completions": one
-            | {"post": _operation("the session's next turn: only what is new is computed", body=ChatCompletion)},
-            "/sessions/{session_id}/reward": one | {"post": _operation("what it was worth", body=Reward)},
+            | {
+                "post": _operation(
+                    "Chat completion on the session: only new messages are computed", body=ChatCompletion
+                )
+            },
+            "/sessions/{session_id}/reward": one
+            | {"post": _operation("Set the reward of the session or of one turn", body=Reward)},
             "/sessions/{session_id}/samples": one
-            | {"post": _operation("what a trainer reads", body=SamplesRequest, optional=True)},
-            "/control/pause": {"post": _operation("let no new turn begin (admin)")},
-            "/control/resume": {"post": _operation("let turns begin again (admin)")},
-            "/control/weight_version": {"put": _operation("which weights are in use (admin)", body=WeightVersion)},
-            "/sessions/{session_id}/v1/models": one | {"get": _operation("the model that is served")},
+            | {"post": _operation("Samples for training", body=SamplesRequest, optional=True)},
+            "/control/pause": {"post": _operation("Pause: no new generation begins (admin)")},
+            "/control/resume": {"post": _operation("Resume (admin)")},
+            "/control/weight_version": {
+                "put": _operation("Set the weight version that is in use (admin)", body=WeightVersion)
+            },
+            "/sessions/{session_id}/v1/models": one | {"get": _operation("The served model")},
         },
     }
 

@@ -98,7 +98,7 @@ def prompts(body: Completion, chat: ChatModel, model: ModelInfo) -> list[list[in
     raw = body.prompt
     many: Sequence[Any] = [raw] if isinstance(raw, str) or all(type(item) is int for item in raw) else raw
     if not raw or len(many) > _MAX_PROMPTS:
-        raise InvalidArgument(f"prompt must hold 1 to {_MAX_PROMPTS} prompts, none of them empty", param="prompt")
+        raise InvalidArgument(f"prompt must contain 1 to {_MAX_PROMPTS} prompts, none of them empty", param="prompt")
     return [
         _prompt(item, f"prompt[{index}]" if many is raw else "prompt", chat, model) for index, item in enumerate(many)
     ]
@@ -137,7 +137,7 @@ def _seed(seed: int | None) -> int:
     if seed is None:
         return secrets.randbits(63)
     if not -(2**63) <= seed < 2**64:
-        raise InvalidArgument("seed must fit 64 bits", param="seed")
+        raise InvalidArgument("seed must be a 64-bit integer", param="seed")
     return seed % 2**64
 
 
@@ -152,14 +152,14 @@ def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
 
 def _top_logprobs(body: ChatCompletion) -> int:
     if body.top_logprobs and not body.logprobs:
-        raise InvalidArgument("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise InvalidArgument("top_logprobs requires logprobs: true", param="top_logprobs")
     return body.top_logprobs or 0
 
 
 def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
     if len(given) > _MAX_VARIABLES:
         where = "chat_template_kwargs"
-        raise InvalidArgument(f"{where} may hold at most {_MAX_VARIABLES} variables, got {len(given)}", param=where)
+        raise InvalidArgument(f"{where} may have at most {_MAX_VARIABLES} variables, got {len(given)}", param=where)
     for name in given:
         if name in _RESERVED or not name.isidentifier():
             where = f"chat_template_kwargs.{name}"
@@ -187,12 +187,12 @@ def _callable(body: ChatCompletion, tools: tuple[dict[str, Any], ...]) -> tuple[
     if choice == "none":
         return ()
     if not tools:
-        raise InvalidArgument("tool_choice needs tools", param="tool_choice")
+        raise InvalidArgument("tool_choice requires tools", param="tool_choice")
     if isinstance(choice, NamedTool):
         named = tuple(tool for tool in tools if tool["function"]["name"] == choice.function.name)
         if not named:
             raise InvalidArgument(
-                f"tool_choice.function.name: {choice.function.name!r} is not among tools",
+                f"tool_choice.function.name: {choice.function.name!r} is not in tools",
                 param="tool_choice.function.name",
             )
         return named
@@ -207,7 +207,7 @@ async def _constraint(
     if kind == "text" and not must_call:
         return None
     if must_call and kind != "text":
-        raise InvalidArgument("response_format and a forced tool call exclude each other", param="response_format")
+        raise InvalidArgument("response_format cannot be combined with a forced tool call", param="response_format")
     if must_call:
         is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
         return await asyncio.to_thread(chat.forced_call, callable_tools, is_one=is_one)

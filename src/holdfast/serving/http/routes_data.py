@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from holdfast.chats.samples.assembly import Options
 from holdfast.chats.samples.formats import CONTENT_TYPES, encode, read_format
-from holdfast.chats.samples.options import Options
 from holdfast.chats.service import ChatService
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
@@ -38,6 +38,7 @@ class DataRoutes:
             max_seq_len=body.max_seq_len,
             min_weight_version=body.min_weight_version,
             metadata=body.metadata or {},
+            num_layers=body.num_layers,
         )
         form = read_format(body.format)
         export = self._chats.samples(session_id, owner, options)

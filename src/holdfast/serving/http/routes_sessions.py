@@ -18,8 +18,7 @@ from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.response import TurnResponder
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward, decode
 from holdfast.serving.http.session_json import session_json, trajectory_json
-from holdfast.sessions.page import page_of, page_start
-from holdfast.sessions.view import SessionState
+from holdfast.sessions.view import SessionState, page_of, page_start
 
 
 class SessionRoutes:
@@ -49,7 +48,8 @@ class SessionRoutes:
         return JSONResponse(listed | {"next_page_token": page.next_token})
 
     async def show(self, request: Request) -> Response:
-        view, trajectory = self._chats.get(request.path_params["session_id"], owner_of(request))
+        session_id, owner = request.path_params["session_id"], owner_of(request)
+        view, trajectory = self._runtime.info(session_id, owner), self._chats.get(session_id, owner)
         query = request.query_params
         rest = await trajectory_json(
             trajectory,
@@ -84,7 +84,7 @@ class SessionRoutes:
         events = self._chats.turn(session_id, owner, turn_request)
         responder = TurnResponder(
             events,
-            dropped=lambda: self._chats.get(session_id, owner)[0].dropped_token_count,
+            dropped=lambda: self._runtime.find(session_id, owner).num_dropped(self._runtime.model.recent),
             confirm=lambda number: self._chats.confirm(session_id, number),
         )
         try:

@@ -1,9 +1,10 @@
-"""Bodies as OpenAI's clients send them: decoded by type, refused by the path of the field that is wrong."""
+"""Request bodies by type. A body that does not fit is refused by the path of the field that is wrong."""
 
 import json
 import math
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -111,7 +112,7 @@ class Completion(Sampling, kw_only=True, forbid_unknown_fields=True):
 
 
 class RelayedChat(Struct, kw_only=True):
-    """What we must know of a chat that an upstream answers. The other fields are for it to judge."""
+    """What we must know of a chat that an upstream answers; it judges the other fields."""
 
     messages: list[Any]
     tools: list[dict[str, Any]] | None = None
@@ -136,6 +137,7 @@ class SamplesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     max_seq_len: _Count | None = None
     min_weight_version: Annotated[int, Meta(ge=0, le=2**62)] | None = None
     metadata: dict[str, Any] | None = None
+    num_layers: _Count | None = None
     format: Literal["safetensors", "json", "parquet"] = "safetensors"
 
 
@@ -151,7 +153,7 @@ class Fork(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Purge(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which closed sessions are to be forgotten: these, or those closed so long ago; else what is past retention."""
+    """Which closed sessions to delete: these ids, or those closed that long ago; else those past retention."""
 
     session_ids: Annotated[list[str], Meta(min_length=1, max_length=100_000)] | None = None
     older_than_s: Annotated[float, Meta(ge=0, le=1e12)] | None = None
@@ -165,13 +167,67 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as exc:
-        raise _refusal(str(exc)) from exc
+        raise _refusal(msgspec.json.decode(body), kind, "") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         if where := _not_finite(body):
             raise InvalidArgument(f"{where} must be a finite number", param=where) from exc
         raise InvalidArgument(f"the request body is not JSON: {exc}") from exc
     except RecursionError as exc:
         raise InvalidArgument("the request body is nested too deeply") from exc
+
+
+def _refusal(value: Any, kind: Any, path: str) -> InvalidArgument:
+    """Why `value` at `path` does not fit `kind`, which it does not: goes down to the first field that is wrong."""
+    for choice in _choices(kind):
+        if isinstance(value, dict) and isinstance(choice, type) and issubclass(choice, Struct):
+            return _field_refusal(value, choice, path)
+        if isinstance(value, list) and get_origin(choice) is list:
+            (item_kind,) = get_args(choice)
+            for index, item in enumerate(value):
+                if not _fits(item, item_kind):
+                    return _refusal(item, item_kind, f"{path}[{index}]")
+        if isinstance(value, dict) and get_origin(choice) is dict:
+            for key, item in value.items():
+                if not _fits(item, get_args(choice)[1]):
+                    return _refusal(item, get_args(choice)[1], f"{path}.{key}")
+    try:
+        msgspec.convert(value, kind)
+        reason = "is not valid"
+    except msgspec.ValidationError as exc:
+        reason = str(exc)
+    return InvalidArgument(f"{path or 'the request body'}: {reason[:1].lower()}{reason[1:]}", param=path or None)
+
+
+def _field_refusal(value: dict[str, Any], kind: type[Struct], path: str) -> InvalidArgument:
+    hints, within = get_type_hints(kind, include_extras=True), f"{path}." if path else ""
+    for name, item in value.items():
+        where = within + name
+        if name not in hints:
+            return InvalidArgument(f"{where} is not supported here", param=where)
+        if not _fits(item, hints[name]):
+            return _refusal(item, hints[name], where)
+    required = kind.__struct_fields__[: len(kind.__struct_fields__) - len(kind.__struct_defaults__)]
+    missing = within + next((name for name in required if name not in value), "")
+    return InvalidArgument(f"{missing} is required", param=missing)
+
+
+def _choices(kind: Any) -> Iterator[Any]:
+    """The types that a union or an annotated type stands for."""
+    if get_origin(kind) is Annotated:
+        yield from _choices(get_args(kind)[0])
+    elif get_origin(kind) in (Union, UnionType):
+        for choice in get_args(kind):
+            yield from _choices(choice)
+    else:
+        yield kind
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _not_finite(body: bytes) -> str | None:
@@ -191,7 +247,7 @@ def _not_finite(body: bytes) -> str | None:
     return None
 
 
-_Path = tuple[()] | tuple[Any, str]  # the path above, then the last step: spelled out only where it is needed
+_Path = tuple[()] | tuple[Any, str]  # the path above, then the last step: joined only where it is needed
 
 
 def _spelled(path: _Path) -> str:
@@ -200,27 +256,3 @@ def _spelled(path: _Path) -> str:
         path, step = path
         steps.append(step)
     return "".join(reversed(steps)).lstrip(".")
-
-
-_AT = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*)`")
-
-
-def _refusal(text: str) -> InvalidArgument:
-    """msgspec's words as ours: the path first, then what is wrong there."""
-    at = _AT.search(text)
-    path = at.group(1) if at else ""
-    said = text[: at.start()] if at else text
-
-    def within(field: str) -> str:
-        return f"{path}.{field}" if path else field
-
-    if unknown := _UNKNOWN.match(said):
-        field = within(unknown.group(1))
-        return InvalidArgument(f"{field} is not supported here", param=field)
-    if missing := _MISSING.match(said):
-        field = within(missing.group(1))
-        return InvalidArgument(f"{field} is required", param=field)
-    said = said[:1].lower() + said[1:]
-    return InvalidArgument(f"{path or 'the request body'}: {said}", param=path or None)

@@ -36,7 +36,7 @@ class DirectoryLock:
         except OSError as exc:
             raise ConfigError(
                 f"cannot write to the data directory {directory}: {exc.strerror}; "
-                "make it writable, or give another --data-dir"
+                "make it writable, or choose another --data-dir"
             ) from exc
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,7 +45,7 @@ class DirectoryLock:
             os.close(self._file)
             raise ConfigError(
                 f"the data directory {directory} is in use by another Holdfast, process {holder}; "
-                "stop that one or give another --data-dir"
+                "stop that process, or choose another --data-dir"
             ) from exc
         try:
             os.ftruncate(self._file, 0)

@@ -80,7 +80,7 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
             raise
     except sqlite3.OperationalError as exc:
         raise ConfigError(
-            f"cannot open the journal {path}: {exc}; see that {path.parent} can be written and has room"
+            f"cannot open the journal {path}: {exc}; check that {path.parent} is writable and has free space"
         ) from exc
     except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # SQLite's own messages may quote the damage
         raise _damaged(path, str(exc)) from exc
@@ -107,7 +107,7 @@ def migrate(connection: sqlite3.Connection, path: Path, migrations: Sequence[Seq
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > len(migrations):
         raise ConfigError(
-            f"the journal {path} has version {version}, this Holdfast knows {len(migrations)}; "
+            f"the journal {path} has version {version}, and this Holdfast supports up to {len(migrations)}; "
             "use the newer Holdfast that wrote it, or another --data-dir"
         )
     if version == len(migrations):
@@ -123,7 +123,7 @@ def migrate(connection: sqlite3.Connection, path: Path, migrations: Sequence[Seq
             connection.execute("ROLLBACK")
         raise
     if version:
-        logger.info("the journal %s went from version %d to %d", path, version, len(migrations))
+        logger.info("migrated the journal %s from version %d to %d", path, version, len(migrations))
 
 
 def _create(path: Path) -> None:
@@ -146,7 +146,7 @@ def _create(path: Path) -> None:
 def _damaged(path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"the journal {path} is damaged: {why}. Restore {path.parent} from a backup, save what can be read with "
-        f"`sqlite3 {path.name} .recover`, or move the directory away to begin afresh"
+        f"`sqlite3 {path.name} .recover`, or move the directory away to start with an empty one"
     )
 
 
@@ -164,7 +164,7 @@ def report_cut_log(path: Path, connection: sqlite3.Connection) -> int:
     num_ends = sum(frames[num_kept:])
     logger.log(
         logging.ERROR if num_ends else logging.WARNING,
-        "%s: the last %d pages of the write-ahead log were not whole and were cut; %s",
+        "%s: the last %d pages of the write-ahead log were damaged and were cut; %s",
         path,
         len(frames) - num_kept,
         f"{num_ends} commits ended there, acknowledged ones may be lost"

@@ -121,8 +121,8 @@ class Segments:
         if size < end:
             logger.error("%s has %d bytes instead of %d; the replies at its end cannot be read", path, size, end)
         elif not end:
-            logger.warning("%s holds nothing that was acknowledged (%d bytes); removed", path, size)
+            logger.warning("removed %s: none of its %d bytes was acknowledged", path, size)
             path.unlink()
         elif size > end:
-            logger.warning("%s: cut %d bytes at the end that were never acknowledged", path, size - end)
+            logger.warning("%s: removed %d bytes at the end that were never acknowledged", path, size - end)
             os.truncate(path, end)

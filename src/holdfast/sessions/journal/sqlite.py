@@ -187,9 +187,9 @@ class SqliteJournal:
         if isinstance(exc, OSError | sqlite3.OperationalError) or type(exc) is sqlite3.DatabaseError:
             self._health = f"cannot write to {self.directory}: {exc}"
             logger.error("the journal %s", self._health)
-            failed = JournalFailed(f"nothing was recorded: {self._health}")
+            failed = JournalFailed(f"the turn was not recorded: {self._health}")
         else:
-            failed = JournalFailed(f"nothing was recorded: {type(exc).__name__}: {exc}")
+            failed = JournalFailed(f"the turn was not recorded: {type(exc).__name__}: {exc}")
         failed.__cause__ = exc
         return failed
 
@@ -200,7 +200,7 @@ class SqliteJournal:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error as exc:
-            logger.error("the journal could not roll back and is to be opened anew: %s", exc)
+            logger.error("the journal could not roll back and is reopened: %s", exc)
             self._must_reconnect = True
 
     def _reconnect(self) -> None:
@@ -230,4 +230,4 @@ class SqliteJournal:
         try:
             self._segments.remove_unused({row[0] for row in used})
         except OSError as exc:
-            logger.warning("segments that hold nothing any more stay until the next start: %s", exc)
+            logger.warning("unused segment files could not be removed, and stay until the next start: %s", exc)

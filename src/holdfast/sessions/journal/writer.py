@@ -102,7 +102,7 @@ class JournalWriter:
             try:
                 outcomes = self._commit([write.entries for write in batch])
             except Exception as exc:  # without this thread every writer would wait for ever
-                logger.exception("the journal failed in an unexpected way")
+                logger.exception("the journal failed unexpectedly")
                 outcomes = [exc] * len(batch)
             self._tell(batch, outcomes)
 

@@ -116,21 +116,21 @@ def check_fit(session: PortableSession, model: ModelInfo) -> None:
     is_same = theirs.fingerprint == model.fingerprint
     if not is_same and not (theirs.tokenizer_hash and theirs.tokenizer_hash == model.tokenizer_hash):
         raise SessionFileRefused(
-            f"the session was made with {_named(theirs.name)} and another tokenizer than that of "
-            f"{_named(model.name)}: its tokens would mean something else here",
+            f"the session was made with {_named(theirs.name)}, whose tokenizer differs from that of "
+            f"{_named(model.name)}: its token ids would mean something else here",
             reason="other_model",
         )
     if session.opened.kind == "chat" and theirs.chat_template_hash != model.chat_template_hash:
         raise SessionFileRefused(
-            f"the chat was rendered with another template than that of {_named(model.name)}: "
-            "it could not go on as it began",
+            f"the chat was rendered with another chat template than that of {_named(model.name)}: "
+            "its next turns would not fit its past",
             reason="other_template",
         )
     _check_vocabulary(session, model)
     sink = max(session.opened.sink, session.opened.pin_tokens or 0)
     if sink > model.max_pin:
         raise SessionFileRefused(
-            f"the session pins its first {sink} tokens, this server allows {model.max_pin}; raise --max-pin",
+            f"the session pins its first {sink} tokens, and this server allows {model.max_pin}; raise --max-pin",
             reason="too_many_pins",
         )
 

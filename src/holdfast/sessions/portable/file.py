@@ -97,7 +97,7 @@ def decode(data: bytes | bytearray | memoryview) -> PortableSession:
         raise SessionFileRefused(f"invalid session file: {exc}", reason="damaged") from exc
     problem = flaw(session)
     if problem is None and session.history_length != length:
-        problem = f"its history has {session.history_length} tokens, not {length}"
+        problem = f"the history has {session.history_length} tokens, the header says {length}"
     if problem is not None:
         raise SessionFileRefused(f"invalid session file: {problem}", reason="damaged")
     return session
@@ -160,7 +160,7 @@ def _checked_sections(view: memoryview) -> list[tuple[bytes, memoryview]]:
     version = _START.unpack_from(view)[1]
     if version != VERSION:
         raise SessionFileRefused(
-            f"the session file has version {version}, this Holdfast knows {VERSION}; use the one that wrote it",
+            f"the session file has version {version}, this Holdfast supports {VERSION}; use the one that wrote it",
             reason="other_version",
         )
     sections: list[tuple[bytes, memoryview]] = []
@@ -179,14 +179,14 @@ def _checked_sections(view: memoryview) -> list[tuple[bytes, memoryview]]:
         sections.append((tag, view[start:at]))
     if hashlib.blake2b(view[:start], digest_size=_DIGEST_BYTES).digest() != view[start:at] or at != len(view):
         raise SessionFileRefused(
-            "the session file is damaged: its content does not match its digest; export it again", reason="damaged"
+            "the session file is damaged: its digest does not match its content; export it again", reason="damaged"
         )
     return sections
 
 
 def _truncated(size: int) -> SessionFileRefused:
     return SessionFileRefused(
-        f"the session file ends too early, after {size:,} bytes, or is damaged; copy or export it again",
+        f"the session file is truncated after {size:,} bytes, or damaged; copy or export it again",
         reason="truncated",
     )
 
@@ -197,7 +197,7 @@ def _session(sections: list[tuple[bytes, memoryview]]) -> tuple[PortableSession,
     num_spans, num_turns, num_snapshots = tags.count(b"SPAN"), tags.count(b"TURN"), tags.count(b"SNAP")
     order = [b"HEAD", *[b"SPAN"] * num_spans, *[b"TURN"] * num_turns, *[b"SNAP"] * min(1, num_snapshots)]
     if tags != order:
-        raise ValueError("its sections are not in order")
+        raise ValueError("the sections are not in order")
     head = _decoded(sections[0][1], _Head)
     own = SessionOpened(
         session_id=head.session_id,

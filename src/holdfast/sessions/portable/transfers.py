@@ -16,13 +16,12 @@ from holdfast.sessions.journal.base import (
     TurnRecorded,
     with_bodies,
 )
-from holdfast.sessions.persistence import restored, spans_since
 from holdfast.sessions.portable.content import ModelIdentity, PortableSession, Span, check_fit
 from holdfast.sessions.portable.file import decode, encode
 from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.record import TurnRecord
-from holdfast.sessions.registry import new_session_id
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.session import new_session_id, restored
 
 _AT_ONCE = 2  # files that come in; each is held in memory, whole
 _STALL_S = 30.0
@@ -158,7 +157,7 @@ class Transfers:
         return PortableSession(
             opened=replace(stored.opened, owner="", number=0, forked_from=None),
             model=ModelIdentity.of(self._model),
-            spans=_spans(spans_since(session, 0)) if session.kind == "tokens" else (),
+            spans=_spans(session.history.entries_since(session.id, 0)) if session.kind == "tokens" else (),
             turns=tuple(turns),
             reward=stored.reward,
         )
