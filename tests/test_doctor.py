@@ -159,7 +159,7 @@ def test_a_taken_port_is_a_problem(tiny_path: str, capsys: pytest.CaptureFixture
     ("arguments", "what", "says"),
     [
         (["--grpc", "127.0.0.1:9", "--http", "127.0.0.1:9"], "HTTP door", "choose another address"),
-        (["--grpc", "0.0.0.0:0"], "gRPC door", "without keys"),
+        (["--grpc", "0.0.0.0:0"], "gRPC door", "without API keys"),
         (["--grpc", "nowhere"], "gRPC door", "is not HOST:PORT"),
         (["--keys-file", "/no/such/keys"], "keys", "cannot read the keys file"),
         (["--tls-cert", "/no/such.pem"], "TLS", "needs both"),

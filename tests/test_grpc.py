@@ -506,7 +506,7 @@ async def test_tls_on_both_doors(keys_file: str, certificate: tuple[Path, Path])
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "example.org:0"])
 async def test_other_addresses_than_loopback_need_keys(address: str) -> None:
-    with pytest.raises(ConfigError, match="without keys"):
+    with pytest.raises(ConfigError, match="without API keys"):
         async with serving(SlowEngine(), grpc=address):
             pass
 
@@ -519,8 +519,8 @@ async def test_other_addresses_than_loopback_need_keys(address: str) -> None:
         ({"grpc": "::1:50051"}, "brackets"),
         ({"grpc": ":50051"}, "not HOST:PORT"),
         ({"grpc": "127.0.0.1:²"}, "not HOST:PORT"),
-        ({"tls_cert": __file__, "tls_key": __file__}, "are not a certificate and its key"),
-        ({"tls_cert": "only.pem"}, "both --tls-cert and --tls-key"),
+        ({"tls_cert": __file__, "tls_key": __file__}, "are not a certificate and its private key"),
+        ({"tls_cert": "only.pem"}, "--tls-cert and --tls-key must be given together"),
         ({"tls_cert": "none.pem", "tls_key": "none.pem"}, r"cannot read none\.pem"),
         ({"keys_file": "/no/such/file"}, "cannot read the keys file"),
     ],
@@ -543,7 +543,7 @@ async def test_a_port_that_is_taken_is_refused(server: Server) -> None:
 async def test_a_wrong_keys_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"is not OWNER:KEY|repeats a key|holds no keys"):
+    with pytest.raises(ConfigError, match=r"is not OWNER:KEY|repeats a key|contains no keys"):
         async with serving(SlowEngine(), keys_file=str(path)):
             pass
 

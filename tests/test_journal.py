@@ -686,8 +686,8 @@ async def test_a_segments_torn_tail_is_reported_and_cut(tmp_path: Path, caplog: 
         file.write(b"half of a reply")
     segment.with_name("00000002.segment").write_bytes(b"another half")
     async with opened(tmp_path) as journal:
-        assert "cut 15 bytes" in caplog.text
-        assert "holds nothing that was acknowledged (12 bytes)" in caplog.text
+        assert "removed 15 bytes" in caplog.text
+        assert "none of its 12 bytes was acknowledged" in caplog.text
         assert [path.stat().st_size for path in (tmp_path / "segments").iterdir()] == [size]
         await journal.write(turn(5, response=bytes(HEAVY)))
         assert await journal.read_response("a", 5) == bytes(HEAVY)

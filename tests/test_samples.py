@@ -290,7 +290,7 @@ def test_a_certificate_of_another_sample_is_noticed() -> None:
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"PAR1", b"{", b"\x10\0\0\0\0\0\0\0{"]))
 def test_what_is_no_file_of_samples_is_told_so(noise: bytes, start: bytes) -> None:
-    with pytest.raises(SamplesUnusable, match="these are no samples"):
+    with pytest.raises(SamplesUnusable, match="not a samples file"):
         decode(start + noise)
 
 
@@ -383,11 +383,11 @@ def test_a_stray_tensor_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s: s["nulls"].append("rollout_routed_experts"), "there, but listed in nulls"),
+        (lambda s: s["nulls"].append("rollout_routed_experts"), "present, but listed in nulls"),
         (lambda s: s.update(rollout_routed_experts=None), "rollout_routed_experts is missing"),
         (lambda s: s["rollout_routed_experts"].update(shape=[1]), "36 values do not have shape"),
         (lambda s: s.update(response_length=3), "3 response tokens do not fit"),
-        (lambda s: s.update(logprob_kind="raw"), "not what the turns say"),
+        (lambda s: s.update(logprob_kind="raw"), "differ from those of the turns"),
         (lambda s: s.update(loss_mask=[256, 0, 0, 0]), "256"),
         (lambda s: s.update(turns=[{"number": "x"}]), "Expected `int`, got `str`"),
         (lambda s: s.pop("turns"), "missing required field `turns`"),
@@ -420,7 +420,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else_happens(form: Format
 
 
 def test_a_file_without_meta_is_refused() -> None:
-    with pytest.raises(SamplesUnusable, match="there is no _samples_meta"):
+    with pytest.raises(SamplesUnusable, match="_samples_meta is missing"):
         decode(safetensors.numpy.save({"tokens.0": np.zeros(1, np.int64)}))
 
 
@@ -690,7 +690,7 @@ def test_verify_names_what_is_wrong_in_each_file(tmp_path: Path, capsys: pytest.
     assert "mask: sample 1: the loss mask is wrong at token 3: 1, not 0" in lines
     assert "twice: sample 1: turn 1 is already trained in sample 0" in lines
     assert "missing: No such file or directory" in lines
-    assert any(line.startswith("noise: these are no samples") for line in lines)
+    assert any(line.startswith("noise: not a samples file") for line in lines)
     (tmp_path / "none").write_bytes(encode(assemble(Tree())))
     assert main(["samples", "verify", str(tmp_path / "none")]) == 0
     assert capsys.readouterr().out.endswith("ok: no samples: no_records\n")

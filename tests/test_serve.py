@@ -137,8 +137,8 @@ def test_ctrl_c_drains_and_exits_0_and_aliases_warn() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--grpc", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without keys"),
-        (["--http", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without keys"),
+        (["--grpc", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without API keys"),
+        (["--http", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without API keys"),
         (["--grpc", "here"], "'here' is not HOST:PORT"),
         (["--keys-file", "/no/keys"], "cannot read the keys file"),
         (["some/model", "--verifier-id", "other"], "give the model once"),

@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 
 from holdfast.errors import SessionFileRefused
 from holdfast.generation import StopReason
+from holdfast.sessions import session_file as file
 from holdfast.sessions.journal.base import SessionOpened, TokensGiven, TokensSampled
-from holdfast.sessions.portable import file
-from holdfast.sessions.portable.content import ModelIdentity, PortableSession, Span, check_fit
-from holdfast.sessions.portable.file import VERSION, decode, encode, pieces
 from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.record import TemplateInputs, TurnFacts, TurnRecord, to_stored
+from holdfast.sessions.session_file import (
+    VERSION,
+    ModelIdentity,
+    PortableSession,
+    Span,
+    check_fit,
+    decode,
+    encode,
+    pieces,
+)
 
 IDENTITY = ModelIdentity(
     name="m", fingerprint="f", vocab_size=64, tokenizer_hash="t", chat_template_hash="c", recent=16
@@ -195,7 +203,7 @@ def test_a_file_of_countless_sections_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_newer_version_is_refused_by_name() -> None:
     data = bytearray(written(example()))
     data[8:12] = struct.pack("<I", VERSION + 1)
-    with pytest.raises(SessionFileRefused, match=f"version {VERSION + 1}, this Holdfast knows {VERSION}") as caught:
+    with pytest.raises(SessionFileRefused, match=f"version {VERSION + 1}, this Holdfast supports {VERSION}") as caught:
         decode(resealed(bytes(data)))
     assert caught.value.reason == "other_version"
 

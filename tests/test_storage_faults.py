@@ -243,7 +243,7 @@ async def test_a_directory_of_another_tokenizer_is_refused_by_name(
     noted = tmp_path / "model.json"
     facts = json.loads(noted.read_text())
     noted.write_text(json.dumps(facts | {"name": "other", "tokenizer_hash": "0123"}))
-    with pytest.raises(ConfigError, match="was used with 'other' and another tokenizer"):
+    with pytest.raises(ConfigError, match="was used with 'other', which has another tokenizer"):
         async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
             pass
     noted.write_text("{")

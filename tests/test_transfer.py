@@ -19,11 +19,12 @@ from holdfast.engine.slab import SlabShape
 from holdfast.engine.worker import Worker
 from holdfast.errors import SessionFileRefused
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.sessions import session_file as file
+from holdfast.sessions import transfers
 from holdfast.sessions.journal.recorder import Recorder
-from holdfast.sessions.portable import file, transfers
-from holdfast.sessions.portable.file import decode, encode
 from holdfast.sessions.record import to_stored
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.session_file import decode, encode
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
 from tests.serving import SHAPE, Server, SlowEngine, default_chat, model_of, serving, wordy_engine

@@ -17,7 +17,7 @@ from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
 from holdfast.errors import HoldfastError, InvalidArgument, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
-from holdfast.sessions.portable.transfers import ChatContent
+from holdfast.sessions.transfers import ChatContent
 from holdfast.sessions.view import SessionView
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from holdfast.cli.lines import ServerError
 from holdfast.errors import ConfigError
-from holdfast.sessions.journal.base import ClosedSession
+from holdfast.sessions.journal.base import ClosedSession, closed_sessions, purge
 from holdfast.sessions.journal.sqlite import SqliteJournal
-from holdfast.sessions.purge import closed_sessions, purge
 
 _ABOUT = """Forget closed sessions for good: tokens, turns, replies. Without SESSION, --closed or --older-than those
 that are past the server's --retain-days. With an admin's key, or where no keys are set, those of all owners."""

@@ -25,6 +25,9 @@ class Metrics:
         self.session_parked = gauge("session_parked", "sessions without a slab")
         self.session_woken = counter("session_woken_total", "parked sessions that came back, and from what", "how")
         self.journal_commit = histogram("journal_commit_seconds", "time a commit to disk takes", _SECONDS)
+        self.journal_cut_commits = gauge(
+            "journal_cut_commits", "commits cut from the end of the journal's log at the last start, as incomplete"
+        )
         self.session_total = counter("session_total", "sessions by how they ended or began", "outcome")
         self.session_evicted = counter("session_evicted_total", "sessions that had to go", "reason")
         self.session_kv_live_bytes = gauge("session_kv_live_bytes", "cache that is visible to some session")

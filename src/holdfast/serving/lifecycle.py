@@ -29,9 +29,9 @@ from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
 from holdfast.serving.storage import Storage, open_storage
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import Journal
-from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.ports import ServedBackend
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 

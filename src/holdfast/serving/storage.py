@@ -42,6 +42,7 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     directory = Path(config.data_dir).expanduser()
     _check_tokenizer(directory, model)
     journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
+    metrics.journal_cut_commits.set(journal.num_cut_commits)
     try:
         _note_tokenizer(directory, model)
         snapshots = SnapshotStore(

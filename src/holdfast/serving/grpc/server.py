@@ -17,8 +17,8 @@ from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import Guard
 from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.keys import Keys
-from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.transfers import Transfers
 
 SERVICE: str = runtime_pb2.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 _MAX_REQUEST_BYTES = 64 * 1024 * 1024

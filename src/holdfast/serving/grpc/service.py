@@ -11,9 +11,9 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import current_owner
 from holdfast.serving.keys import is_admin
-from holdfast.sessions.portable.file import pieces
-from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.session_file import pieces
+from holdfast.sessions.transfers import Transfers
 from holdfast.sessions.view import page_of, page_start
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it

@@ -19,8 +19,8 @@ from holdfast.serving.http.routes_openai import OpenAIRoutes
 from holdfast.serving.http.routes_sessions import SessionRoutes
 from holdfast.serving.http.routes_upstream import METHODS, Upstream, UpstreamRoutes
 from holdfast.serving.keys import Keys
-from holdfast.sessions.portable.transfers import Transfers
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.transfers import Transfers
 
 
 def create_app(

@@ -14,10 +14,10 @@ from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.schema import Purge, SamplesRequest, decode
 from holdfast.serving.keys import is_admin
-from holdfast.sessions.portable.file import pieces
-from holdfast.sessions.portable.transfers import Transfers
-from holdfast.sessions.purge import closed_sessions, purge
+from holdfast.sessions.journal.base import closed_sessions, purge
 from holdfast.sessions.runtime import Runtime
+from holdfast.sessions.session_file import pieces
+from holdfast.sessions.transfers import Transfers
 
 _DAY_S = 86_400
 

@@ -8,13 +8,15 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import fields
 
 from holdfast.errors import InvalidArgument
 
 T = TypeVar("T")
 
 MAX_STOPS = 16
-_SMALL = 1 << 20  # bytes; larger bodies are not searched for what made them invalid
+_SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is wrong
+_MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
 _Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -166,14 +168,34 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
         body = b"{}"
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as exc:
-        raise _refusal(msgspec.json.decode(body), kind, "") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        if where := _not_finite(body):
-            raise InvalidArgument(f"{where} must be a finite number", param=where) from exc
-        raise InvalidArgument(f"the request body is not JSON: {exc}") from exc
+        raise _decode_error(body, kind, exc) from exc
     except RecursionError as exc:
         raise InvalidArgument("the request body is nested too deeply") from exc
+
+
+def _decode_error(body: bytes, kind: Any, exc: Exception) -> InvalidArgument:
+    """What to say about a body that cannot be decoded. Reads it once more, more leniently, to find the field."""
+    if len(body) >= _SMALL:
+        return InvalidArgument(f"the request body is not valid: {exc}")
+    try:
+        value = json.loads(body, parse_int=_integer)
+    except RecursionError:
+        return InvalidArgument("the request body is nested too deeply")
+    except ValueError as error:
+        return InvalidArgument(f"the request body is not JSON: {error}")
+    if where := _not_finite(value):
+        return InvalidArgument(f"{where} must be a finite number", param=where)
+    if not isinstance(exc, msgspec.ValidationError):
+        return InvalidArgument(f"the request body is not JSON: {exc}")
+    try:
+        return _refusal(value, kind, "")
+    except RecursionError:
+        return InvalidArgument("the request body is nested too deeply")
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) < _MAX_DIGITS else math.inf
 
 
 def _refusal(value: Any, kind: Any, path: str) -> InvalidArgument:
@@ -193,7 +215,7 @@ def _refusal(value: Any, kind: Any, path: str) -> InvalidArgument:
     try:
         msgspec.convert(value, kind)
         reason = "is not valid"
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
         reason = str(exc)
     return InvalidArgument(f"{path or 'the request body'}: {reason[:1].lower()}{reason[1:]}", param=path or None)
 
@@ -206,8 +228,7 @@ def _field_refusal(value: dict[str, Any], kind: type[Struct], path: str) -> Inva
             return InvalidArgument(f"{where} is not supported here", param=where)
         if not _fits(item, hints[name]):
             return _refusal(item, hints[name], where)
-    required = kind.__struct_fields__[: len(kind.__struct_fields__) - len(kind.__struct_defaults__)]
-    missing = within + next((name for name in required if name not in value), "")
+    missing = within + next((info.name for info in fields(kind) if info.required and info.name not in value), "")
     return InvalidArgument(f"{missing} is required", param=missing)
 
 
@@ -225,17 +246,13 @@ def _choices(kind: Any) -> Iterator[Any]:
 def _fits(value: Any, kind: Any) -> bool:
     try:
         msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: text with half a surrogate pair
         return False
     return True
 
 
-def _not_finite(body: bytes) -> str | None:
+def _not_finite(value: Any) -> str | None:
     """The path of a NaN or an infinity, which some clients write although JSON has none."""
-    try:
-        value = json.loads(body) if len(body) < _SMALL else None
-    except (ValueError, RecursionError):
-        return None
     waiting: list[tuple[_Path, Any]] = [((), value)]
     for path, inner in waiting:
         if isinstance(inner, float) and not math.isfinite(inner):

@@ -4,9 +4,10 @@ Entries are facts about sessions, each true from the moment it is on disk. Array
 float64 logprobs (`array("d")`); they must not change once they were handed over.
 """
 
+import asyncio
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -16,6 +17,8 @@ from holdfast.errors import InvalidArgument, SessionNotFound
 from holdfast.sessions.record import TurnRecord
 
 SessionKind = Literal["tokens", "chat"]
+
+_PURGE_CHUNK = 64  # sessions deleted in one commit: turns of others come in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,3 +283,31 @@ async def with_bodies(turn: TurnRecord, session_id: str, journal: Journal) -> Tu
     if response is None:
         response = await journal.read_response(session_id, turn.number)
     return msgspec.structs.replace(turn, request=request, response=response)
+
+
+async def closed_sessions(
+    journal: Journal,
+    *,
+    owner: str | None = None,
+    session_ids: Collection[str] | None = None,
+    before: float | None = None,
+) -> list[ClosedSession]:
+    """Those on record that were closed: of the owner, of these ids, before that time, where these are given.
+
+    SessionNotFound where one of the ids is not among them.
+    """
+    found = await asyncio.to_thread(lambda: list(journal.closed()))
+    theirs = [session for session in found if owner is None or session.owner == owner]
+    for session_id in set(session_ids or ()) - {session.session_id for session in theirs}:
+        raise SessionNotFound(session_id)
+    return [
+        session
+        for session in theirs
+        if (session_ids is None or session.session_id in session_ids) and (before is None or session.at < before)
+    ]
+
+
+async def purge(journal: Journal, sessions: Sequence[ClosedSession]) -> None:
+    """Nothing of these is on record afterwards."""
+    for first in range(0, len(sessions), _PURGE_CHUNK):
+        await journal.write(*(SessionPurged(session.session_id) for session in sessions[first : first + _PURGE_CHUNK]))

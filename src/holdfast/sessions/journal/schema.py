@@ -1,5 +1,6 @@
 """The database: its tables, its migrations, how it is opened, and how much of its log a crash has damaged. Blocks."""
 
+import fcntl
 import logging
 import os
 import sqlite3
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.sessions.journal.files import sync_directory
+from holdfast.sessions.journal.segments import sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -190,3 +191,34 @@ def _frames(path: Path) -> list[bool]:
             frames.append(frame[4:8] != bytes(4))
             file.seek(page_bytes, 1)
     return frames
+
+
+class DirectoryLock:
+    """A data directory for one process. The system frees it however the process ends."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot write to the data directory {directory}: {exc.strerror}; "
+                "make it writable, or choose another --data-dir"
+            ) from exc
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            holder = os.pread(self._file, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._file)
+            raise ConfigError(
+                f"the data directory {directory} is in use by another Holdfast, process {holder}; "
+                "stop that process, or choose another --data-dir"
+            ) from exc
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            pass  # only a courtesy to whoever reads the message above; a full disk must not stop a start
+
+    def release(self) -> None:
+        os.close(self._file)

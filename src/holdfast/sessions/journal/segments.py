@@ -5,17 +5,17 @@ Any thread may `read`. Everything blocks.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.sessions.journal.files import sync, sync_directory
-
 logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 * 1024
+_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS fsync stops at the drive's own cache
 
 
 class SegmentPosition(NamedTuple):
@@ -126,3 +126,20 @@ class Segments:
         elif size > end:
             logger.warning("%s: removed %d bytes at the end that were never acknowledged", path, size - end)
             os.truncate(path, end)
+
+
+def sync(file: int) -> None:
+    """What was written to the descriptor survives a loss of power."""
+    if _FULL_SYNC is not None:
+        fcntl.fcntl(file, _FULL_SYNC)
+    else:
+        os.fsync(file)
+
+
+def sync_directory(directory: Path) -> None:
+    """Names made or removed in the directory survive a loss of power."""
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

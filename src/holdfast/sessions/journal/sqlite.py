@@ -13,13 +13,11 @@ from typing import TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
 from holdfast.sessions.journal import rows
-from holdfast.sessions.journal.base import ClosedSession, Entry, SessionPurged, StoredSession
-from holdfast.sessions.journal.files import DirectoryLock
+from holdfast.sessions.journal.base import ClosedSession, Entry, SessionPurged, StoredSession, purge
 from holdfast.sessions.journal.recorder import Recorder
-from holdfast.sessions.journal.schema import connect, open_database
+from holdfast.sessions.journal.schema import DirectoryLock, connect, open_database
 from holdfast.sessions.journal.segments import Segments
 from holdfast.sessions.journal.writer import JournalWriter
-from holdfast.sessions.purge import purge
 
 logger = logging.getLogger(__name__)
 

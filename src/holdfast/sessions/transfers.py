@@ -16,12 +16,11 @@ from holdfast.sessions.journal.base import (
     TurnRecorded,
     with_bodies,
 )
-from holdfast.sessions.portable.content import ModelIdentity, PortableSession, Span, check_fit
-from holdfast.sessions.portable.file import decode, encode
 from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session import new_session_id, restored
+from holdfast.sessions.session_file import ModelIdentity, PortableSession, Span, check_fit, decode, encode
 
 _AT_ONCE = 2  # files that come in; each is held in memory, whole
 _STALL_S = 30.0
