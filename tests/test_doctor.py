@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from holdfast.chat.probe import Abilities
-from holdfast.cli import examination, main
-from holdfast.cli.data_directory import DataDirectory, look_at_data
-from holdfast.cli.diagnosis import (
+from holdfast.cli import machine, main
+from holdfast.cli.checks import (
     Device,
     Finding,
     Level,
@@ -32,9 +31,10 @@ from holdfast.cli.diagnosis import (
     judge_native,
     judge_torch,
 )
-from holdfast.cli.examination import CudaDevice, Library, Memory
+from holdfast.cli.data_directory import DataDirectory, look_at_data
+from holdfast.cli.machine import CudaDevice, Library, Memory
 from holdfast.cli.model_check import judge_abilities
-from holdfast.cli.sizing import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
+from holdfast.cli.sizes import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
 from holdfast.config import EngineConfig
 from holdfast.engine.embedded import build_engine
 from holdfast.engine.native import NativeEngine
@@ -139,7 +139,7 @@ def test_torch_that_the_finder_does_not_find_is_missing(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
-    assert examination.find_torch() == NONE
+    assert machine.find_torch() == NONE
     monkeypatch.setenv("HOLDFAST_NATIVE", "off")
     status, report = _doctor(capsys, tiny_path, *SMALL)
     assert (status, _finding(report, "torch")[0]) == (1, "problem")
@@ -377,13 +377,13 @@ def test_what_a_template_cannot_show_is_told() -> None:
 
 
 def test_memory_is_read_as_each_system_writes_it() -> None:
-    assert examination.available_in_meminfo("MemTotal: 9 kB\nMemAvailable:   2 kB\n") == 2048
-    assert examination.available_in_meminfo("") is None
+    assert machine.available_in_meminfo("MemTotal: 9 kB\nMemAvailable:   2 kB\n") == 2048
+    assert machine.available_in_meminfo("") is None
     mac = "Mach Virtual Memory Statistics: (page size of 16384 bytes)\nPages free:   10.\nPages active: 5.\n"
-    assert examination.available_in_vm_stat(mac + "Pages inactive:  3.\nPages purgeable: 1.\n") == 14 * 16384
-    assert examination.available_in_vm_stat("") is None
-    assert examination.left_in_cgroup(100, 70, "anon 1\ninactive_file 20\n") == 50
-    memory = examination.find_memory()
+    assert machine.available_in_vm_stat(mac + "Pages inactive:  3.\nPages purgeable: 1.\n") == 14 * 16384
+    assert machine.available_in_vm_stat("") is None
+    assert machine.left_in_cgroup(100, 70, "anon 1\ninactive_file 20\n") == 50
+    memory = machine.find_memory()
     assert memory.available_bytes
     assert 0 < memory.available_bytes <= memory.total_bytes
 

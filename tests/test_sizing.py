@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.sizing import BYTES, session_sizes
+from holdfast.cli.sizes import BYTES, session_sizes
 from holdfast.config import EngineConfig
 from holdfast.engine.slab import SlabShape
 from holdfast.models import Architecture, GGUFSource

@@ -14,9 +14,9 @@ from rich.console import Console
 from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.chat.chat_model import load_chat
 from holdfast.chat.messages import Message
+from holdfast.cli.chat_session import ChatSession, LocalSession, ServerSession
 from holdfast.cli.conversation import Conversation
 from holdfast.cli.flags import add_flags, settings
-from holdfast.cli.lines import EmbeddedLine, Line, RemoteLine
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig
 from holdfast.engine.embedded import build_worker
 from holdfast.errors import HoldfastError
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             source = open_model(arguments.model)
             chat = load_chat(source, ChatConfig(), source.architecture.vocab_size)
             if arguments.server:
-                line: Line = runner.run(_connect(arguments.server, source))
+                line: ChatSession = runner.run(_connect(arguments.server, source))
             else:
                 line = _embedded(source, config, stack)
         conversation = Conversation(line, chat, params, system)
@@ -72,18 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
         return _converse(conversation, runner, console)
 
 
-async def _connect(address: str, source: ModelSource) -> RemoteLine:
-    line = RemoteLine(address, os.environ.get("HOLDFAST_API_KEY", ""))
+async def _connect(address: str, source: ModelSource) -> ServerSession:
+    line = ServerSession(address, os.environ.get("HOLDFAST_API_KEY", ""))
     await line.connect(source)
     return line
 
 
-def _embedded(source: ModelSource, config: EngineConfig, stack: contextlib.ExitStack) -> EmbeddedLine:
+def _embedded(source: ModelSource, config: EngineConfig, stack: contextlib.ExitStack) -> LocalSession:
     worker = build_worker(source, config)
     backend = EmbeddedBackend(worker, describe(source, config, worker))
     backend.start()
     stack.callback(backend.stop)
-    return EmbeddedLine(Runtime(backend))
+    return LocalSession(Runtime(backend))
 
 
 def _converse(conversation: Conversation, runner: asyncio.Runner, console: Console) -> int:

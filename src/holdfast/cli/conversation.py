@@ -8,7 +8,7 @@ from dataclasses import replace
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.detokenize import Detokenizer
 from holdfast.chat.messages import Message
-from holdfast.cli.lines import Line
+from holdfast.cli.chat_session import ChatSession
 from holdfast.errors import HoldfastError
 from holdfast.generation import Done, Sampled, SamplingParams, Truncated
 
@@ -16,7 +16,7 @@ from holdfast.generation import Done, Sampled, SamplingParams, Truncated
 class Conversation:
     def __init__(
         self,
-        line: Line,
+        line: ChatSession,
         chat: ChatModel,
         params: SamplingParams,
         system: list[Message],

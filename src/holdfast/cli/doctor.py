@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from holdfast.cli import examination
-from holdfast.cli.data_directory import DataDirectory, look_at_data
-from holdfast.cli.diagnosis import (
+from holdfast.cli import machine
+from holdfast.cli.checks import (
     Device,
     Finding,
     Level,
@@ -26,11 +25,12 @@ from holdfast.cli.diagnosis import (
     judge_native,
     judge_torch,
 )
+from holdfast.cli.data_directory import DataDirectory, look_at_data
 from holdfast.cli.doors import judge_doors
-from holdfast.cli.examination import Library, Memory
 from holdfast.cli.flags import add_flags, settings
+from holdfast.cli.machine import Library, Memory
 from holdfast.cli.model_check import ModelFacts, check_engine, check_model
-from holdfast.cli.sizing import Sizes, WindowRow, window_table
+from holdfast.cli.sizes import Sizes, WindowRow, window_table
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
 from holdfast.engine.embedded import is_native, resolved_dtype
 from holdfast.engine.native.library import usable_variants
@@ -52,7 +52,7 @@ _MB = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Diagnosis:
     """All that was found; `--json` prints it."""
 
     would_start: bool
@@ -96,10 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.would_start else 1
 
 
-def examine(name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfig, upstream: UpstreamConfig) -> Report:
+def examine(
+    name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfig, upstream: UpstreamConfig
+) -> Diagnosis:
     """Everything looked at and judged. Takes seconds: torch is imported, but no weights are read."""
-    torch, mlx, memory = examination.find_torch(), examination.find_mlx(), examination.find_memory()
-    is_mac, is_embedded = examination.is_apple_silicon(), doors.backend == "embedded"
+    torch, mlx, memory = machine.find_torch(), machine.find_mlx(), machine.find_memory()
+    is_mac, is_embedded = machine.is_apple_silicon(), doors.backend == "embedded"
     device = chosen_device(engine.device, torch, mlx, is_apple_silicon=is_mac) if is_embedded else ""
     data = look_at_data(Path(doors.data_dir).expanduser()) if doors.data_dir else None
     model, model_findings = check_model(name, chat if doors.http else None, device)
@@ -110,7 +112,7 @@ def examine(name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfi
         judge_native(usable_variants(), device),
         judge_torch(torch, device, is_needed=not has_native),
         judge_mlx(mlx, device, is_apple_silicon=is_mac),
-        *(judge_extra(extra, adds, is_installed=examination.is_installed(module)) for extra, module, adds in _EXTRAS),
+        *(judge_extra(extra, adds, is_installed=machine.is_installed(module)) for extra, module, adds in _EXTRAS),
         judge_memory(memory),
         *judge_doors(doors, upstream),
         judge_data(data),
@@ -126,7 +128,7 @@ def examine(name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfi
             sizes = model.sizes(dtype, device, free_bytes)
             windows = window_table(sizes, shape, model.architecture.context)
             findings.append(judge_fit(sizes, shape, engine.sessions, doors.snapshot_memory_mb * 2**20, device))
-    return Report(
+    return Diagnosis(
         would_start=all(finding.level != "problem" for finding in findings),
         findings=tuple(findings),
         windows=windows,
@@ -140,7 +142,7 @@ def examine(name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfi
     )
 
 
-def _show(report: Report) -> None:
+def _show(report: Diagnosis) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True)

@@ -2,7 +2,7 @@
 
 import ssl
 
-from holdfast.cli.diagnosis import Finding
+from holdfast.cli.checks import Finding
 from holdfast.config import ServeConfig, UpstreamConfig
 from holdfast.errors import ConfigError
 from holdfast.serving.keys import Keys, check_bind, check_free, read_keys, split_address

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from holdfast.chat.chat_model import load_chat
 from holdfast.chat.probe import Abilities
-from holdfast.cli.diagnosis import Device, Finding
-from holdfast.cli.sizing import Sizes, token_bytes, weight_bytes
+from holdfast.cli.checks import Device, Finding
+from holdfast.cli.sizes import Sizes, token_bytes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig
 from holdfast.engine import embedded
 from holdfast.engine.checkpoint import Checkpoint

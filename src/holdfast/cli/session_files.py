@@ -12,7 +12,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from holdfast.cli.calling import Metadata, add_server, with_server
+from holdfast.cli.client import Metadata, add_server, with_server
 from holdfast.errors import ConfigError
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.cli import purging, session_files
-from holdfast.cli.calling import Metadata, add_server, with_server
+from holdfast.cli import purge, session_files
+from holdfast.cli.client import Metadata, add_server, with_server
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 
 _PAGE = 1000
@@ -35,7 +35,7 @@ def register(commands: Any) -> None:
             action.add_argument("session_ids", nargs="+", metavar="SESSION")
         action.set_defaults(run=run)
     session_files.register(actions)
-    purging.register(actions)
+    purge.register(actions)
 
 
 def _list(arguments: argparse.Namespace) -> int:

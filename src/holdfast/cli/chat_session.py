@@ -23,7 +23,7 @@ _STOP_REASONS = {
 }
 
 
-class Line(Protocol):
+class ChatSession(Protocol):
     """One session at a time: `open` it, `say` things, `close` it."""
 
     @property
@@ -44,7 +44,7 @@ class Line(Protocol):
     async def close(self) -> None: ...
 
 
-class EmbeddedLine:
+class LocalSession:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._session = ""
@@ -84,7 +84,7 @@ class ServerError(HoldfastError):
     code = "server"
 
 
-class RemoteLine:
+class ServerSession:
     def __init__(self, address: str, key: str) -> None:
         self._channel = grpc.aio.insecure_channel(address)
         self._stub: Any = rpc.RuntimeServiceStub(self._channel)  # type: ignore[no-untyped-call]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.cli.data_directory import DataDirectory
-from holdfast.cli.examination import Library, Memory
-from holdfast.cli.sizing import RUNTIME_BYTES, Sizes
+from holdfast.cli.machine import Library, Memory
+from holdfast.cli.sizes import RUNTIME_BYTES, Sizes
 from holdfast.engine.slab import SlabShape
 
 Level = Literal["ok", "warning", "problem"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.lines import ServerError
+from holdfast.cli.chat_session import ServerError
 from holdfast.errors import ConfigError
 from holdfast.sessions.journal.base import ClosedSession
 from holdfast.sessions.journal.sqlite import SqliteJournal

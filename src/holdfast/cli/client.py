@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from holdfast.cli.lines import ServerError
+from holdfast.cli.chat_session import ServerError
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 
 Metadata = list[tuple[str, str]]
