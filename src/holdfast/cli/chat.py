@@ -16,8 +16,7 @@ from holdfast.chat.chat_model import load_chat
 from holdfast.chat.messages import Message
 from holdfast.cli.chat_session import ChatSession, LocalSession, ServerSession
 from holdfast.cli.conversation import Conversation
-from holdfast.cli.flags import add_flags, settings
-from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig
+from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.embedded import build_worker
 from holdfast.errors import HoldfastError
 from holdfast.generation import SamplingParams, Truncated
@@ -40,13 +39,13 @@ def register(commands: Any) -> None:
     )
     sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help="default: %(default)s")
     sampling.add_argument("--seed", type=int, metavar="N", help="fixes every draw; random by default")
-    add_flags(parser, EngineConfig, "engine", without=("sessions", "max_batch"))
+    add_flags(parser, EngineConfig, without=("sessions", "max_batch"))
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
-    config = replace(settings(EngineConfig, arguments), sessions=1)
+    config = replace(from_arguments(EngineConfig, arguments), sessions=1)
     params = SamplingParams(
         seed=secrets.randbits(32) if arguments.seed is None else arguments.seed,
         max_tokens=arguments.max_tokens,
