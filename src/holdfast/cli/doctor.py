@@ -37,6 +37,7 @@ _FLAGS: dict[type[Any], tuple[str, ...]] = {  # those that decide whether a serv
     UpstreamConfig: ("upstream",),
 }
 _EXTRAS = (
+    ("client", "holdfast_sdk", "`holdfast sessions` and `holdfast chat --server`"),
     ("parquet", "pyarrow", "samples as Parquet files"),
     ("bench", "matplotlib", "plots of `holdfast bench`"),
 )

@@ -136,7 +136,7 @@ def _banner(addresses: ServerAddresses, server: ServeConfig, *, has_chat: bool) 
         f"  gRPC     {addresses.grpc}",
         *([f"  OpenAI   {http}/v1, sessions at {http}/sessions"] if addresses.http and has_chat else []),
         f"  metrics  {http}/metrics" if addresses.http else "  metrics  none",
-        f"  try it   {_own_command()} chat --server {addresses.grpc}",
+        f"  try it   {_own_command()} chat --server {addresses.grpc}{' --tls-ca FILE' if server.tls_cert else ''}",
     ]
 
 
