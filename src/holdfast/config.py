@@ -199,7 +199,8 @@ def add_flags(
         if field.name in without or (only is not None and field.name not in only):
             continue
         names = ("--" + field.name.replace("_", "-"), *field.metadata["aliases"])
-        default = "" if field.default == "" else f"default: {field.default}; "
+        shown = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
+        default = "" if shown == "" else f"default: {shown}; "
         about = f"{field.metadata['help']} ({default}{_variable(field)})"
         if isinstance(field.default, bool):
             group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=about)

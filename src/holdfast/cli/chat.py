@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.chat.chat_model import ChatModel, load_chat
 from holdfast.chat.detokenize import Detokenizer
 from holdfast.chat.messages import Message
-from holdfast.cli.client import ServerConnection, add_server_flags
+from holdfast.cli.client import add_server_flags, async_client, server_errors
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.embedded import build_worker
 from holdfast.errors import ConfigError, HoldfastError
@@ -28,6 +28,8 @@ from holdfast.sessions.view import SessionView
 
 if TYPE_CHECKING:
     from holdfast_sdk import AsyncClient, AsyncSession, SessionInfo
+
+Errors = Callable[[], contextlib.AbstractContextManager[None]]
 
 _HELP = "/reset starts a new session, /info describes this one, /quit exits; Ctrl-C stops a reply"
 
@@ -68,10 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
             chat = load_chat(source, ChatConfig(), source.architecture.vocab_size)
             session: LocalSession | ServerSession
             if arguments.server:
-                server = ServerConnection(arguments)
-                client = server.async_client()
+                client = async_client(arguments)
                 stack.callback(lambda: runner.run(client.close()))
-                session = ServerSession(server, client)
+                session = ServerSession(client, arguments.server, lambda: server_errors(arguments))
                 runner.run(session.connect(source))
             else:
                 worker = build_worker(source, config)
@@ -161,33 +162,34 @@ class LocalSession:
 
 
 class ServerSession:
-    """The same on a server; its errors are ServerError."""
+    """The same on a server; `errors` translates those of the SDK."""
 
     _session: "AsyncSession"
     sink: int
     max_pin: int
 
-    def __init__(self, server: ServerConnection, client: "AsyncClient") -> None:
-        self._server = server
+    def __init__(self, client: "AsyncClient", address: str, errors: Errors) -> None:
         self._client = client
+        self._address = address
+        self._errors = errors
 
     async def connect(self, source: ModelSource) -> None:
         """Check that text means the same tokens on both sides."""
-        with self._server.errors():
+        with self._errors():
             model = await self._client.model_info()
         if model.tokenizer_hash != source.tokenizer_hash:
             raise ConfigError(
-                f"{self._server.address} serves {model.name}, whose tokenizer differs from that of {source.name}; "
+                f"{self._address} serves {model.name}, whose tokenizer differs from that of {source.name}; "
                 "pass the server's model as --model"
             )
         self.sink, self.max_pin = model.sink, model.max_pin_tokens
 
     async def open(self, pin_tokens: int) -> None:
-        with self._server.errors():
+        with self._errors():
             self._session = await self._client.create_session(label="holdfast chat", pin_tokens=pin_tokens)
 
     async def turn(self, tokens: Sequence[int], params: SamplingParams) -> AsyncGenerator[Event, None]:
-        with self._server.errors():
+        with self._errors():
             generation = await self._session.turn(
                 tokens,
                 max_tokens=params.max_tokens,
@@ -220,16 +222,16 @@ class ServerSession:
     async def last_token(self) -> int:
         """The end of the history, which may come from an interrupted reply."""
         length = (await self.info()).history_length
-        with self._server.errors():
+        with self._errors():
             chunks = [chunk async for chunk in self._session.history(length - 1)]
         return chunks[-1].token_ids[-1]
 
     async def info(self) -> "SessionInfo":
-        with self._server.errors():
+        with self._errors():
             return await self._session.info()
 
     async def close(self) -> None:
-        with self._server.errors():
+        with self._errors():
             await self._session.close()
 
 
@@ -256,9 +258,8 @@ class Conversation:
         message = {"role": "user", "content": text}
         messages = [*self._system, message]
         if not self._is_open:
-            await self._session.open(
-                max(self._session.sink, self._continuation.pinned(messages, self._session.max_pin))
-            )
+            num_pinned = self._continuation.pinned(messages, self._session.max_pin)
+            await self._session.open(max(self._session.sink, num_pinned))
             self._is_open = True
         if (await self._session.info()).history_length:
             prompt = self._continuation.tail(await self._session.last_token(), [message])
@@ -289,11 +290,8 @@ class Conversation:
     async def summary(self, done: Done) -> str:
         """What the last reply took."""
         speed = f"{(done.num_generated - 1) / self._decode_s:.1f} tokens/s, " if self._decode_s else ""
-        window = _window(await self._session.info())
-        return (
-            f"{done.prefill_tokens} prefilled, {done.num_generated} sampled, {speed}{window}, "
-            f"stop reason {done.stop_reason}"
-        )
+        counts = f"{done.prefill_tokens} prefilled, {done.num_generated} sampled"
+        return f"{counts}, {speed}{_window(await self._session.info())}, stop reason {done.stop_reason}"
 
     async def describe(self) -> str:
         if not self._is_open:

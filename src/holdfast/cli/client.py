@@ -12,7 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.serving.keys import is_loopback
@@ -20,14 +20,7 @@ from holdfast.serving.keys import is_loopback
 if TYPE_CHECKING:
     from holdfast_sdk import AsyncClient, Client
 
-_SDK_MISSING = (
-    "this command needs the Python SDK: pip install 'holdfast[client]' (from a checkout: pip install ./sdks/python)"
-)
-
-
 _HTTP_TIMEOUT_S = 600
-
-ClientKind = TypeVar("ClientKind", "Client", "AsyncClient")
 
 
 class ServerError(HoldfastError):
@@ -39,23 +32,57 @@ class ServerError(HoldfastError):
 def add_tls_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls", action="store_true", help="connect with TLS, trusting the public certificates")
     parser.add_argument(
-        "--tls-ca", default="", metavar="FILE", help="connect with TLS, trusting these certificates, PEM"
+        "--tls-ca", default="", metavar="FILE", help="connect with TLS, trusting the certificates in FILE"
     )
     about = "send HOLDFAST_API_KEY to another machine without TLS"
     parser.add_argument("--insecure", action="store_true", help=about)
 
 
 def add_server_flags(parser: argparse.ArgumentParser, *, default: str | None = "127.0.0.1:50051") -> None:
-    """`--server` and how to connect to it."""
-    about = "gRPC address of a running `holdfast serve`; its key: HOLDFAST_API_KEY" + (
-        " (default: %(default)s)" if default else ""
-    )
-    parser.add_argument("--server", default=default, metavar="HOST:PORT", help=about)
+    about = "gRPC address of a running `holdfast serve`; HOLDFAST_API_KEY is its key"
+    shown = " (default: %(default)s)" if default else ""
+    parser.add_argument("--server", default=default, metavar="HOST:PORT", help=about + shown)
     add_tls_flags(parser)
 
 
-def api_key(address: str, *, is_safe: bool) -> str | None:
-    """The key in the environment, if there is one. ConfigError if it would cross a network in plain text."""
+@contextlib.contextmanager
+def connected(arguments: argparse.Namespace) -> Iterator["Client"]:
+    """A blocking client of `--server`, closed at the end; errors of the SDK inside are ServerError."""
+    with server_errors(arguments), _client("Client", arguments) as client:
+        yield client
+
+
+def async_client(arguments: argparse.Namespace) -> "AsyncClient":
+    """A client of `--server` for asyncio. Use it inside `server_errors`, and close it."""
+    client: AsyncClient = _client("AsyncClient", arguments)
+    return client
+
+
+@contextlib.contextmanager
+def server_errors(arguments: argparse.Namespace) -> Iterator[None]:
+    """Turn errors of the SDK into ServerError."""
+    sdk, address = _sdk(), arguments.server
+    try:
+        yield
+    except (sdk.ConnectionFailed, sdk.DeadlineExceeded) as exc:
+        raise ServerError(_no_answer(address, has_tls=bool(arguments.tls or arguments.tls_ca))) from exc
+    except sdk.HoldfastError as exc:
+        raise ServerError(f"{address}: {exc}") from exc
+
+
+def _client(kind: str, arguments: argparse.Namespace) -> Any:
+    sdk, address, tls = _sdk(), arguments.server, arguments.tls_ca or arguments.tls
+    try:
+        key = _api_key(address, is_safe=tls or arguments.insecure or sdk.address.is_loopback(address))
+        return getattr(sdk, kind)(address, api_key=key, tls=tls, insecure=arguments.insecure, retries=0)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
+    except OSError as exc:
+        raise ConfigError(f"cannot read the certificates in {tls}: {exc.strerror or exc}") from exc
+
+
+def _api_key(address: str, *, is_safe: bool) -> str | None:
+    """The key in the environment. ConfigError if it would cross a network in plain text."""
     key = os.environ.get("HOLDFAST_API_KEY") or None
     if key and not is_safe:
         raise ConfigError(
@@ -65,58 +92,15 @@ def api_key(address: str, *, is_safe: bool) -> str | None:
     return key
 
 
-class ServerConnection:
-    """The server that a command line names."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        try:
-            import holdfast_sdk
-            from holdfast_sdk.address import is_loopback as is_local
-        except ImportError as exc:
-            raise ConfigError(_SDK_MISSING) from exc
-        self._sdk = holdfast_sdk
-        self.address: str = arguments.server
-        self._tls: str | bool = arguments.tls_ca or arguments.tls
-        self._insecure: bool = arguments.insecure
-        try:
-            is_safe = bool(self._tls or self._insecure or is_local(self.address))
-        except ValueError as exc:
-            raise ConfigError(str(exc)) from exc
-        self._key = api_key(self.address, is_safe=is_safe)
-
-    def client(self) -> "Client":
-        """A blocking client; close it."""
-        return self._checked(self._sdk.Client)
-
-    def async_client(self) -> "AsyncClient":
-        """A client for asyncio; close it."""
-        return self._checked(self._sdk.AsyncClient)
-
-    def _checked(self, kind: type[ClientKind]) -> ClientKind:
-        try:
-            return kind(self.address, api_key=self._key, tls=self._tls, insecure=self._insecure, retries=0)
-        except ValueError as exc:
-            raise ConfigError(str(exc)) from exc
-        except OSError as exc:
-            raise ConfigError(f"cannot read the certificates in {self._tls}: {exc.strerror or exc}") from exc
-
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turn the SDK's errors into ServerError."""
-        try:
-            yield
-        except (self._sdk.ConnectionFailed, self._sdk.DeadlineExceeded) as exc:
-            raise ServerError(_no_answer(self.address, has_tls=bool(self._tls))) from exc
-        except self._sdk.HoldfastError as exc:
-            raise ServerError(f"{self.address}: {exc}") from exc
-
-
-@contextlib.contextmanager
-def connected(arguments: argparse.Namespace) -> Iterator["Client"]:
-    """A blocking client whose errors are ServerError, closed at the end."""
-    server = ServerConnection(arguments)
-    with server.errors(), server.client() as client:
-        yield client
+def _sdk() -> Any:
+    try:
+        import holdfast_sdk
+    except ImportError as exc:
+        raise ConfigError(
+            "this command needs the Python SDK: pip install 'holdfast[client]', "
+            "or from a checkout: pip install ./sdks/python"
+        ) from exc
+    return holdfast_sdk
 
 
 def post(path: str, body: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -127,7 +111,7 @@ def post(path: str, body: dict[str, Any], arguments: argparse.Namespace) -> dict
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{address} is not HOST:PORT")
     headers = {"content-type": "application/json"}
-    if key := api_key(address, is_safe=url.scheme == "https" or arguments.insecure or is_loopback(url.hostname)):
+    if key := _api_key(address, is_safe=url.scheme == "https" or arguments.insecure or is_loopback(url.hostname)):
         headers["authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url.geturl() + path, json.dumps(body).encode(), headers, method="POST")
     try:

@@ -64,7 +64,9 @@ def register(commands: Any) -> None:
     purging = actions.add_parser("purge", help="delete closed sessions permanently", description=_PURGE)
     purging.add_argument("session_ids", nargs="*", metavar="SESSION", help="these sessions, however long closed")
     purging.add_argument("--closed", action="store_true", help="all closed sessions")
-    purging.add_argument("--older-than", type=_age, metavar="AGE", help="closed longer ago than 90s, 30m, 12h, 7d")
+    purging.add_argument(
+        "--older-than", type=_age, metavar="AGE", help="closed longer ago than this: 90s, 30m, 12h, 7d"
+    )
     where = purging.add_mutually_exclusive_group()
     where.add_argument(
         "--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="the server's HTTP address (default: %(default)s)"
