@@ -20,14 +20,17 @@ from holdfast.cli.client import add_server_flags, async_client, server_errors
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.embedded import build_worker
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
+from holdfast.generation import Done, Sampled, SamplingParams, Truncated
 from holdfast.models import ModelSource, open_model
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.view import SessionView
 
 if TYPE_CHECKING:
+    import holdfast_sdk
     from holdfast_sdk import AsyncClient, AsyncSession, SessionInfo
+
+    Event = int | range | Done | holdfast_sdk.Done  # a sampled token, positions that left the window, the end
 
 Errors = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -120,15 +123,14 @@ async def _answer(conversation: "Conversation", text: str, console: Console) -> 
     """Stream one reply to stdout, and its figures to stderr."""
     async with contextlib.aclosing(conversation.ask(text)) as parts:
         async for part in parts:
-            if isinstance(part, str):
+            if isinstance(part, range):
+                console.print(f"[yellow]tokens {part.start} to {part.stop - 1} have left the window[/]")
+            else:
                 sys.stdout.write(part)
                 sys.stdout.flush()
-            elif isinstance(part, Truncated):
-                console.print(f"[yellow]tokens {part.first} to {part.end - 1} have left the window[/]")
-            else:
-                sys.stdout.write("\n")
-                sys.stdout.flush()
-                console.print(f"[dim]{await conversation.summary(part)}[/]")
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    console.print(f"[dim]{conversation.summary}[/]")
 
 
 class LocalSession:
@@ -142,12 +144,14 @@ class LocalSession:
     async def open(self, pin_tokens: int) -> None:
         self._id = (await self._runtime.create(LOCAL_OWNER, pin_tokens=pin_tokens)).session_id
 
-    async def turn(self, tokens: Sequence[int], params: SamplingParams) -> AsyncGenerator[Event, None]:
-        batches = self._runtime.generate(self._id, LOCAL_OWNER, params, tokens=tokens)
-        async with contextlib.aclosing(batches):
+    async def turn(self, tokens: Sequence[int], params: SamplingParams) -> "AsyncGenerator[Event, None]":
+        async with contextlib.aclosing(self._runtime.generate(self._id, LOCAL_OWNER, params, tokens=tokens)) as batches:
             async for batch in batches:
                 for event in batch:
-                    yield event
+                    if isinstance(event, Sampled):
+                        yield event.token
+                    else:
+                        yield range(event.first, event.end) if isinstance(event, Truncated) else event
 
     async def last_token(self) -> int:
         """The end of the history, which may come from an interrupted reply."""
@@ -188,7 +192,7 @@ class ServerSession:
         with self._errors():
             self._session = await self._client.create_session(label="holdfast chat", pin_tokens=pin_tokens)
 
-    async def turn(self, tokens: Sequence[int], params: SamplingParams) -> AsyncGenerator[Event, None]:
+    async def turn(self, tokens: Sequence[int], params: SamplingParams) -> "AsyncGenerator[Event, None]":
         with self._errors():
             generation = await self._session.turn(
                 tokens,
@@ -202,22 +206,12 @@ class ServerSession:
             async with generation:
                 async for token in generation:
                     for positions in generation.truncated[num_truncated:]:
-                        yield Truncated(positions.start, positions.stop)
+                        yield positions
                     num_truncated = len(generation.truncated)
-                    yield Sampled(token=token.id, logprob=token.logprob, sampling_logprob=token.sampling_logprob)
-            done = generation.done
+                    yield token.id
         for positions in generation.truncated[num_truncated:]:
-            yield Truncated(positions.start, positions.stop)
-        yield Done(
-            stop_reason=StopReason.__members__.get(done.stop_reason),
-            num_generated=done.generated_token_count,
-            history_length=done.history_length,
-            num_dropped=done.dropped_token_count,
-            prefill_tokens=done.prefill_tokens,
-            prefill_duration_s=done.prefill_duration_seconds,
-            total_duration_s=done.total_duration_seconds,
-            seed=done.seed,
-        )
+            yield positions
+        yield generation.done
 
     async def last_token(self) -> int:
         """The end of the history, which may come from an interrupted reply."""
@@ -236,7 +230,10 @@ class ServerSession:
 
 
 class Conversation:
-    """One chat in one session: keeps no history of its own, sends only what is new."""
+    """One chat in one session: keeps no history of its own, sends only what is new.
+
+    `summary` says what the last reply took.
+    """
 
     def __init__(
         self,
@@ -251,10 +248,10 @@ class Conversation:
         self._params = replace(params, eos_token_ids=chat.continuation.stop_token_ids)
         self._system = system
         self._is_open = False
-        self._decode_s = 0.0
+        self.summary = ""
 
-    async def ask(self, text: str) -> AsyncGenerator[str | Truncated | Done, None]:
-        """The reply as it arrives: parts of the text, positions that left the window, and Done."""
+    async def ask(self, text: str) -> AsyncGenerator[str | range, None]:
+        """The reply as it arrives: parts of the text, and ranges of positions that left the window."""
         message = {"role": "user", "content": text}
         messages = [*self._system, message]
         if not self._is_open:
@@ -269,16 +266,22 @@ class Conversation:
         times: list[float] = []
         async with contextlib.aclosing(self._session.turn(prompt.ids, self._params)) as events:
             async for event in events:
-                if isinstance(event, Sampled):
+                if isinstance(event, int):
                     times.append(time.perf_counter())
-                    if part := detokenizer.push(event.token):
+                    if part := detokenizer.push(event):
                         yield part
-                    continue
-                if isinstance(event, Done):
-                    self._decode_s = times[-1] - times[0] if times else 0.0
+                elif isinstance(event, range):
+                    yield event
+                else:
                     if rest := detokenizer.finish():
                         yield rest
-                yield event
+                    decode_s = times[-1] - times[0] if times else 0.0
+                    speed = f"{(len(times) - 1) / decode_s:.1f} tokens/s, " if decode_s else ""
+                    window = _window(await self._session.info())
+                    self.summary = (
+                        f"{event.prefill_tokens} prefilled, {len(times)} sampled, {speed}{window}, "
+                        f"stop reason {str(event.stop_reason).lower()}"
+                    )
 
     async def reset(self) -> None:
         """Close the session; the next question opens a new one."""
@@ -286,12 +289,6 @@ class Conversation:
             self._is_open = False
             with contextlib.suppress(HoldfastError):  # it may have been evicted or closed already
                 await self._session.close()
-
-    async def summary(self, done: Done) -> str:
-        """What the last reply took."""
-        speed = f"{(done.num_generated - 1) / self._decode_s:.1f} tokens/s, " if self._decode_s else ""
-        counts = f"{done.prefill_tokens} prefilled, {done.num_generated} sampled"
-        return f"{counts}, {speed}{_window(await self._session.info())}, stop reason {done.stop_reason}"
 
     async def describe(self) -> str:
         if not self._is_open:
