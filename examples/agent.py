@@ -1,10 +1,10 @@
-"""A terminal agent with tools on one session: the history stays on the server, each question costs its new tokens.
+"""A terminal agent with tools on one session: the history stays on the server, only new tokens are computed.
 
 holdfast serve --data-dir sessions      # in one terminal
 python examples/agent.py                # in another; ask "What is 12 * 30?" or "Which files are here?"
 
-`--session ID` goes on with an earlier conversation. A small model seldom calls tools on its own, so the first reply
-to a question must be a call (`--tool-choice required`) and the second one must be text. With a larger model: auto.
+`--session ID` continues an earlier conversation. A small model seldom calls tools on its own, so the first reply to a
+question must be a call (`--tool-choice required`) and the second one must be text. With a larger model, use auto.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def described(name: str) -> Any:
 
 
 def called(name: str, arguments: str) -> str:
-    """What a tool gives back; what goes wrong is told to the model, which may try again."""
+    """The result of a tool, or its error, so that the model can try again."""
     try:
         return TOOLS[name][0](**json.loads(arguments))
     except (ArithmeticError, KeyError, TypeError, ValueError) as exc:
@@ -71,7 +71,7 @@ def called(name: str, arguments: str) -> str:
 
 
 def answer(client: OpenAI, messages: list[Any], tool_choice: Any) -> str:
-    """One question: calls until the model answers in text. Adds everything to `messages`."""
+    """One question: tool calls until the model answers in text. Adds everything to `messages`."""
     tools = [described(name) for name in TOOLS]
     while True:
         reply = client.chat.completions.create(
@@ -81,7 +81,7 @@ def answer(client: OpenAI, messages: list[Any], tool_choice: Any) -> str:
         messages.append(message.model_dump(exclude_none=True))
         if usage and usage.prompt_tokens_details:
             cached = usage.prompt_tokens_details.cached_tokens or 0
-            print(f"  [{usage.prompt_tokens - cached} new tokens, {cached} cost nothing]", file=sys.stderr)
+            print(f"  [{usage.prompt_tokens - cached} new tokens, {cached} cached tokens]", file=sys.stderr)
         if not message.tool_calls:
             return message.content or ""
         for call in message.tool_calls:
@@ -90,13 +90,13 @@ def answer(client: OpenAI, messages: list[Any], tool_choice: Any) -> str:
             print(f"  {call.function.name} {' '.join(call.function.arguments.split())} -> {result}")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         if tool_choice != "auto":
-            tool_choice = "none"  # it has its result: now it must answer
+            tool_choice = "none"  # it has the result, so the next reply must be text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="http://127.0.0.1:8000")
-    parser.add_argument("--session", help="go on with this one (default: a new one)")
+    parser.add_argument("--session", help="continue this session (default: create one)")
     parser.add_argument("--tool-choice", default="required", help="auto, required, or the name of a tool")
     arguments = parser.parse_args()
     choice: Any = arguments.tool_choice

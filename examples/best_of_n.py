@@ -1,10 +1,10 @@
 """n answers to one prompt by forking a session: the prompt is computed once, the best answer is kept.
 
 holdfast serve                          # in one terminal
-python examples/best_of_n.py            # in another; --help lists what can be changed
+python examples/best_of_n.py            # in another; --help lists the options
 
-A fork copies the cache, so each branch costs only what it samples. All branches run at the same time: they are
-sessions of their own and share the engine's steps. The score is the mean logprob; put your own judge in `score`.
+A fork copies the cache, so a branch computes only what it samples. The branches are separate sessions that run at the
+same time, batched in the engine's steps. The score is the mean logprob; put your own into `score`.
 """
 
 import argparse
@@ -65,10 +65,10 @@ async def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt", nargs="?", default="Name a city in Italy.")
-    parser.add_argument("--server", default="127.0.0.1:50051", help="HOST:PORT of the gRPC door")
-    parser.add_argument("-n", type=int, default=4, help="how many answers")
+    parser.add_argument("--server", default="127.0.0.1:50051", help="gRPC address, HOST:PORT")
+    parser.add_argument("-n", type=int, default=4, help="number of answers")
     parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--keep", action="store_true", help="leave the best session open, to go on with it")
+    parser.add_argument("--keep", action="store_true", help="leave the best session open, to continue it")
     asyncio.run(run(parser.parse_args()))
 
 

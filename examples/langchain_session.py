@@ -1,6 +1,6 @@
-"""LangChain on a session: nothing of it changes but the base URL.
+"""LangChain on a session: only the base URL changes.
 
-pip install langchain-openai httpx      # about 110 MB with what it needs
+pip install langchain-openai httpx      # about 110 MB with dependencies
 holdfast serve                          # in one terminal
 python examples/langchain_session.py    # in another; takes the server's URL as its argument
 
@@ -32,7 +32,7 @@ def main(server: str) -> None:
         temperature=0,
         max_completion_tokens=48,
     )
-    # A session's tools are part of its beginning: bind the same ones in every call, and change the choice alone.
+    # Tools are part of the start of a session's prompt: bind the same ones in every call and change only the choice.
     calling = model.bind_tools([population], tool_choice="required", strict=True, parallel_tool_calls=False)
     answering = model.bind_tools([population], tool_choice="none", strict=True)
 
@@ -50,7 +50,7 @@ def main(server: str) -> None:
         usage = reply.usage_metadata
         assert usage is not None
         cached = usage.get("input_token_details", {}).get("cache_read", 0)
-        print(f"{reply.text}  [{usage['input_tokens'] - cached} new tokens, {cached} cost nothing]")
+        print(f"{reply.text}  [{usage['input_tokens'] - cached} new tokens, {cached} cached tokens]")
     httpx.delete(f"{server}/sessions/{session}")
 
 

@@ -1,10 +1,10 @@
-"""An agent with a tool on a session, then its samples in a training step.
+"""An agent with a tool on a session, then a training step on its samples.
 
 holdfast serve                          # in one terminal
 python examples/rollout.py              # in another; takes the server's URL as its argument
 
-The policy is loaded with transformers from the same weights, so what it makes of the sampled tokens can be compared
-with what was recorded: the importance ratios are 1 up to rounding, which is the point of keeping exact tokens.
+The policy is loaded with transformers from the same weights, so its logprobs of the sampled tokens can be compared with
+the recorded ones: the importance ratios are 1 up to rounding, because the recorded tokens are exact.
 """
 
 import json
@@ -53,7 +53,7 @@ def act(server: str, session: str, num_turns: int = 3) -> float:
         for call in message.tool_calls or []:
             sides = json.loads(call.function.arguments)["sides"]
             reward += sides == 20
-            print(f"  rolled a d{sides}; {reply.usage.prompt_tokens_details.cached_tokens} tokens cost nothing")
+            print(f"  rolled a d{sides}; {reply.usage.prompt_tokens_details.cached_tokens} cached tokens")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": f"You rolled {sides // 2}."})
     return reward / num_turns
 
@@ -68,7 +68,7 @@ def logprobs_of(policy: Any, sample: Sample) -> torch.Tensor:
 
 
 def train(samples: list[Sample]) -> None:
-    """One step of policy gradient on what was really sampled."""
+    """One policy gradient step on the sampled tokens."""
     source = open_model()
     policy = AutoModelForCausalLM.from_pretrained(source.path.parent, gguf_file=source.path.name, dtype=torch.float32)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)

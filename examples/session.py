@@ -1,4 +1,4 @@
-"""Two turns on one session: the second one costs only its own tokens.
+"""Two turns on one session: the second one computes only its own tokens.
 
 holdfast serve                          # in one terminal
 python examples/session.py              # in another; takes HOST:PORT as its argument

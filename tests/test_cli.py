@@ -56,7 +56,7 @@ def test_a_conversation_remembers_and_tells_what_left_the_window() -> None:
     assert done.returncode == 0
     assert "0 out of view" in said
     assert "have left the window" in said
-    assert "/reset starts over" in said
+    assert "/reset starts a new session" in said
     assert "no session yet" in said
     assert len(done.stdout.strip()) > 20
 
@@ -89,7 +89,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
     seen = ""
     read_until("", num=80)  # the question, and some of the answer
     os.kill(process.pid, signal.SIGINT)
-    read_until("stopped; what was said stays")
+    read_until("stopped; the tokens sampled so far stay")
     read_until("> ")
     os.write(outer, b"/info\n")
     read_until("tokens of history")

@@ -161,7 +161,7 @@ def test_the_agent_calls_its_tools_and_goes_on_with_its_session(reader: Reader) 
         said="Which files?\n",
     )
     assert "Makefile" in again
-    cached = [int(number) for number in re.findall(r"(\d+) cost nothing", again)]
+    cached = [int(number) for number in re.findall(r"(\d+) cached tokens", again)]
     assert min(cached) > 100
 
 
@@ -176,7 +176,7 @@ def test_the_best_of_n_comes_from_one_prompt(reader: Reader) -> None:
 def test_langchain_works_on_a_session(reader: Reader) -> None:
     pytest.importorskip("langchain_openai")
     said = _example(reader, "langchain_session.py", f"http://{reader.http}")
-    assert said.count("cost nothing") == 2
+    assert said.count("cached tokens") == 2
     assert "population {'country': " in said
 
 

@@ -17,24 +17,23 @@ from typing import Any
 import pytest
 
 from holdfast.chat.probe import Abilities
-from holdfast.cli import examination, main
-from holdfast.cli.data_directory import DataDirectory, look_at_data
-from holdfast.cli.diagnosis import (
+from holdfast.cli import machine, main
+from holdfast.cli.checks import (
     Device,
     Finding,
     Level,
+    check_abilities,
+    check_data,
+    check_extra,
+    check_fit,
+    check_memory,
+    check_mlx,
+    check_native,
+    check_torch,
     chosen_device,
-    judge_data,
-    judge_extra,
-    judge_fit,
-    judge_memory,
-    judge_mlx,
-    judge_native,
-    judge_torch,
 )
-from holdfast.cli.examination import CudaDevice, Library, Memory
-from holdfast.cli.model_check import judge_abilities
-from holdfast.cli.sizing import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
+from holdfast.cli.machine import CudaDevice, DataDirectory, Library, Memory, find_data
+from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
 from holdfast.config import EngineConfig
 from holdfast.engine.embedded import build_engine
 from holdfast.engine.native import NativeEngine
@@ -85,7 +84,7 @@ def test_a_good_machine_would_serve(capsys: pytest.CaptureFixture[str], tmp_path
     assert report["sizes"]["token_bytes"] == 23_040
     assert [row["recent"] for row in report["windows"]] == [512, 1024, 2048, 4096]
     assert _finding(report, "chat")[0] == "ok"
-    assert "will be made" in _finding(report, "data directory")[1]
+    assert "will be created" in _finding(report, "data directory")[1]
     assert not (tmp_path / "new").exists()
 
 
@@ -139,7 +138,7 @@ def test_torch_that_the_finder_does_not_find_is_missing(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
-    assert examination.find_torch() == NONE
+    assert machine.find_torch() == NONE
     monkeypatch.setenv("HOLDFAST_NATIVE", "off")
     status, report = _doctor(capsys, tiny_path, *SMALL)
     assert (status, _finding(report, "torch")[0]) == (1, "problem")
@@ -150,7 +149,7 @@ def test_a_taken_port_is_a_problem(tiny_path: str, capsys: pytest.CaptureFixture
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         status, report = _doctor(capsys, tiny_path, *SMALL, "--grpc", address)
     assert status == 1
-    level, says = _finding(report, "gRPC door")
+    level, says = _finding(report, "gRPC address")
     assert level == "problem"
     assert f"cannot listen on {address}" in says
 
@@ -158,14 +157,14 @@ def test_a_taken_port_is_a_problem(tiny_path: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "what", "says"),
     [
-        (["--grpc", "127.0.0.1:9", "--http", "127.0.0.1:9"], "HTTP door", "choose another address"),
-        (["--grpc", "0.0.0.0:0"], "gRPC door", "without API keys"),
-        (["--grpc", "nowhere"], "gRPC door", "is not HOST:PORT"),
+        (["--grpc", "127.0.0.1:9", "--http", "127.0.0.1:9"], "HTTP address", "choose another address"),
+        (["--grpc", "0.0.0.0:0"], "gRPC address", "without API keys"),
+        (["--grpc", "nowhere"], "gRPC address", "is not HOST:PORT"),
         (["--keys-file", "/no/such/keys"], "keys", "cannot read the keys file"),
-        (["--tls-cert", "/no/such.pem"], "TLS", "needs both"),
+        (["--tls-cert", "/no/such.pem"], "TLS", "must be given together"),
         (["--tls-cert", "/no/such.pem", "--tls-key", "/no/such.key"], "TLS", "cannot read"),
-        (["--backend", "vllm"], "upstream", "needs --upstream URL"),
-        (["--upstream", "http://127.0.0.1:1"], "upstream", "goes with --backend"),
+        (["--backend", "vllm"], "upstream", "must be given together"),
+        (["--upstream", "http://127.0.0.1:1"], "upstream", "must be given together"),
         (["--recent", "100000"], "window", "context of 512"),
         (["--sink", "600"], "window", "max_pin 16"),
         (["--recent", "2"], "window", "smaller than its sink"),
@@ -214,7 +213,7 @@ def test_a_directory_without_a_chat_template_gets_a_warning(tmp_path: Path, caps
     status, report = _doctor(capsys, str(tmp_path), "--recent", "64", "--max-pin", "16")
     assert (status, _finding(report, "chat")[0]) == (0, "warning")
     status, report = _doctor(capsys, str(tmp_path), "--recent", "64", "--max-pin", "16", "--http", "")
-    assert (status, _finding(report, "HTTP door")[0]) == (0, "ok")
+    assert (status, _finding(report, "HTTP address")[0]) == (0, "ok")
     assert "chat" not in {one["what"] for one in report["findings"]}
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -235,17 +234,17 @@ def test_weights_quantised_for_mlx_are_for_mlx(tmp_path: Path, capsys: pytest.Ca
 async def test_a_data_directory_tells_who_has_it_and_what_is_in_it(tmp_path: Path) -> None:
     journal = SqliteJournal(tmp_path)
     await journal.write(opening(0), opening(1))
-    used = look_at_data(tmp_path)
+    used = find_data(tmp_path)
     assert (used.is_in_use, used.num_open, used.num_closed, used.damage) == (True, 2, 0, "")
     crashed = tmp_path.with_name("crashed")
     await asyncio.to_thread(shutil.copytree, tmp_path, crashed)  # as after kill -9: with its write-ahead log
     await journal.close()
     before = sorted(os.listdir(tmp_path))
-    assert replace(look_at_data(tmp_path), free_bytes=0) == DataDirectory(
+    assert replace(find_data(tmp_path), free_bytes=0) == DataDirectory(
         path=tmp_path, exists=True, is_writable=True, num_open=2
     )
     assert sorted(os.listdir(tmp_path)) == before
-    assert look_at_data(crashed).num_open == 2
+    assert find_data(crashed).num_open == 2
     again = SqliteJournal(crashed)  # looking did no harm
     assert len(list(again.load())) == 2
     await again.close()
@@ -254,16 +253,16 @@ async def test_a_data_directory_tells_who_has_it_and_what_is_in_it(tmp_path: Pat
 def test_a_journal_that_is_damaged_gone_or_from_the_future_is_a_problem(tmp_path: Path) -> None:
     database = tmp_path / "journal.db"
     database.write_bytes(b"nonsense" * 1000)
-    assert "not a database" in look_at_data(tmp_path).damage
+    assert "not a database" in find_data(tmp_path).damage
     database.unlink()
     (tmp_path / "segments").mkdir()
-    assert "segments is there" in look_at_data(tmp_path).damage
+    assert "segments exists" in find_data(tmp_path).damage
     connection = sqlite3.connect(database)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    found = look_at_data(tmp_path)
+    found = find_data(tmp_path)
     assert "version 99" in found.damage
-    assert judge_data(found).level == "problem"
+    assert check_data(found).level == "problem"
 
 
 @needs_native
@@ -312,8 +311,8 @@ def test_as_many_fit_as_memory_holds_beside_the_weights() -> None:
         (10_000, 16, "ok", "99 would fit"),
         (3_000, 16, "warning", "--snapshot-memory-mb"),
         (2_000, 16, "problem", "lower --sessions to 12"),
-        (600, 1, "problem", "not even one fits"),
-        (None, 16, "warning", "see that this much is free"),
+        (600, 1, "problem", "not even one slab fits"),
+        (None, 16, "warning", "make sure that this much is free"),
     ],
 )
 def test_sessions_that_do_not_fit_are_a_problem(
@@ -321,7 +320,7 @@ def test_sessions_that_do_not_fit_are_a_problem(
 ) -> None:
     memory = None if memory_mb is None else memory_mb * 1_000_000
     sizes = Sizes(weight_bytes=250_000_000, token_bytes=24_000, memory_bytes=memory)
-    finding = judge_fit(sizes, SHAPE, num_sessions, 2048 * 2**20, "cpu")
+    finding = check_fit(sizes, SHAPE, num_sessions, 2048 * 2**20, "cpu")
     assert finding.level == level
     assert says in finding.says
 
@@ -346,44 +345,47 @@ def test_the_device_is_the_one_that_serve_takes(
 
 def test_libraries_are_judged_by_what_is_asked_of_them() -> None:
     broken = Library("2.13.0", failure="libcudart.so.13 is absent")
-    assert judge_torch(TORCH, "cpu", is_needed=True).level == "ok"
-    assert "H200 with 149.0 of 150.0 GB free" in judge_torch(replace(TORCH, cuda=(H200,)), "cuda", is_needed=True).says
-    assert [judge_torch(broken, device, is_needed=True).level for device in ("cpu", "mlx")] == ["problem", "ok"]
-    assert judge_torch(broken, "cpu", is_needed=False).level == "ok"
-    assert judge_native(["avx2", "portable"], "cpu") == Finding("native engine", "ok", "built for avx2")
-    assert [judge_native([], device).level for device in ("cpu", "cuda")] == ["warning", "ok"]
+    assert check_torch(TORCH, "cpu", is_needed=True).level == "ok"
+    assert "H200 with 149.0 of 150.0 GB free" in check_torch(replace(TORCH, cuda=(H200,)), "cuda", is_needed=True).says
+    assert [check_torch(broken, device, is_needed=True).level for device in ("cpu", "mlx")] == ["problem", "ok"]
+    assert check_torch(broken, "cpu", is_needed=False).level == "ok"
+    assert check_native(["avx2", "portable"], "cpu") == Finding("native engine", "ok", "built for avx2")
+    assert [check_native([], device).level for device in ("cpu", "cuda")] == ["warning", "ok"]
     mac = [(NONE, "cpu", "warning"), (NONE, "mlx", "problem"), (MLX, "mlx", "ok"), (broken, "mlx", "problem")]
     other = [(NONE, "cpu", "ok"), (MLX, "mlx", "warning"), (MLX, "cpu", "ok"), (broken, "cpu", "warning")]
     for is_mac, cases in ((True, mac), (False, other)):
         for mlx, device, level in cases:
-            assert judge_mlx(mlx, device, is_apple_silicon=is_mac).level == level  # type: ignore[arg-type]
-    assert judge_extra("bench", "plots", is_installed=True).level == "ok"
-    assert judge_memory(Memory(1, None)).level == "warning"
+            assert check_mlx(mlx, device, is_apple_silicon=is_mac).level == level  # type: ignore[arg-type]
+    assert check_extra("bench", "plots", is_installed=True).level == "ok"
+    assert check_memory(Memory(1, None)).level == "warning"
 
 
 def test_little_disk_is_a_warning() -> None:
     data = DataDirectory(path=Path("/data"), exists=True, is_writable=True, free_bytes=10**6)
-    assert judge_data(data).level == "warning"
-    assert judge_data(replace(data, is_in_use=True)).level == "problem"
-    assert judge_data(None).level == "ok"
+    assert check_data(data).level == "warning"
+    assert check_data(replace(data, is_in_use=True)).level == "problem"
+    assert check_data(None).level == "ok"
 
 
 def test_what_a_template_cannot_show_is_told() -> None:
     full = Abilities(frozenset({"system", "developer", "user"}), frozenset(), True, [], None)
-    assert judge_abilities(full).says == "shows tools, system messages, developer messages"
+    assert check_abilities(full).says == "the template renders tools, system messages, developer messages"
     plain = replace(full, first_roles=frozenset({"system"}), has_tools=False)
-    assert "developer messages go in as system ones; tools go into the system prompt" in judge_abilities(plain).says
-    assert judge_abilities(replace(full, first_roles=frozenset({"user"}))).level == "warning"
+    assert (
+        "developer messages become system messages; tools are written into the system prompt"
+        in check_abilities(plain).says
+    )
+    assert check_abilities(replace(full, first_roles=frozenset({"user"}))).level == "warning"
 
 
 def test_memory_is_read_as_each_system_writes_it() -> None:
-    assert examination.available_in_meminfo("MemTotal: 9 kB\nMemAvailable:   2 kB\n") == 2048
-    assert examination.available_in_meminfo("") is None
+    assert machine.available_in_meminfo("MemTotal: 9 kB\nMemAvailable:   2 kB\n") == 2048
+    assert machine.available_in_meminfo("") is None
     mac = "Mach Virtual Memory Statistics: (page size of 16384 bytes)\nPages free:   10.\nPages active: 5.\n"
-    assert examination.available_in_vm_stat(mac + "Pages inactive:  3.\nPages purgeable: 1.\n") == 14 * 16384
-    assert examination.available_in_vm_stat("") is None
-    assert examination.left_in_cgroup(100, 70, "anon 1\ninactive_file 20\n") == 50
-    memory = examination.find_memory()
+    assert machine.available_in_vm_stat(mac + "Pages inactive:  3.\nPages purgeable: 1.\n") == 14 * 16384
+    assert machine.available_in_vm_stat("") is None
+    assert machine.left_in_cgroup(100, 70, "anon 1\ninactive_file 20\n") == 50
+    memory = machine.find_memory()
     assert memory.available_bytes
     assert 0 < memory.available_bytes <= memory.total_bytes
 

@@ -141,8 +141,10 @@ def test_ctrl_c_drains_and_exits_0_and_aliases_warn() -> None:
         (["--http", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without API keys"),
         (["--grpc", "here"], "'here' is not HOST:PORT"),
         (["--keys-file", "/no/keys"], "cannot read the keys file"),
-        (["some/model", "--verifier-id", "other"], "give the model once"),
+        (["some/model", "--verifier-id", "other"], "pass the model once"),
         (["no-such-model"], "no model 'no-such-model'"),
+        (["--backend", "vllm"], "--upstream and --backend sglang or vllm must be given together"),
+        (["--upstream", "http://127.0.0.1:1"], "--upstream and --backend sglang or vllm must be given together"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(

@@ -1,6 +1,7 @@
 """`holdfast sessions export | import | purge` against a running server, and purge without one."""
 
 import io
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_a_session_goes_to_a_file_and_comes_back(
     "case",
     [
         (["export", "nobody"], 1, "no session nobody"),
-        (["export", "{session}", "-o", "{there}"], 2, "is there already; give another -o FILE, or --force"),
+        (["export", "{session}", "-o", "{there}"], 2, "already exists; pass another -o FILE, or --force"),
         (["export", "{session}", "-o", "/no/such/place"], 2, "cannot write /no/such/place"),
         (["import", "/no/such/file"], 2, "cannot read /no/such/file: No such file"),
         (["import", "{there}"], 1, "this is not a session file"),
@@ -125,7 +126,7 @@ def test_closed_sessions_are_purged_once_someone_is_sure(
     assert purge("--older-than", "1h") == (0, "nothing to purge\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     status, said = purge("--closed")
-    assert (status, one in said, "give --yes" in said, "and 2 more" in said) == (2, True, True, True)
+    assert (status, one in said, "pass --yes to confirm" in said, "and 2 more" in said) == (2, True, True, True)
     answering("n\n")
     assert purge("--closed")[0] == 1
     answering("y\n")
@@ -181,3 +182,84 @@ def test_a_data_directory_that_no_server_uses_can_be_purged_too(
     with serving_aside(wordy_engine(), default_chat(), data_dir=str(data)) as server:
         listed: list[Any] = httpx.get(f"http://{server.http}/sessions", verify=False).json()["data"]
         assert [entry["session_id"] for entry in listed] == [still_open]
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for this machine, and its key."""
+    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(chain)]
+    subprocess.run([*make, *names], check=True, capture_output=True)
+    return chain, key
+
+
+def test_commands_reach_a_server_with_tls_and_keys(
+    certificate: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, key = certificate
+    keys = tmp_path / "keys"
+    keys.write_text("ann:sesame\n")
+    monkeypatch.setenv("HOLDFAST_API_KEY", "sesame")
+    files = {"tls_cert": str(chain), "tls_key": str(key), "keys_file": str(keys)}
+
+    def run(*words: str) -> tuple[int, str]:
+        status = main([*words])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    with serving_aside(wordy_engine(), default_chat(), **files) as server:
+        trusting = ("--server", server.address, "--tls-ca", str(chain))
+        assert run("sessions", "list", *trusting)[0] == 0
+        status, said = run("chat", "hi", *trusting)  # its model is a fake
+        assert (status, "serves test, whose tokenizer differs" in said) == (2, True)
+        purge = ("sessions", "purge", "--closed", "--yes", "--http", server.http)
+        assert run(*purge, "--tls-ca", str(chain)) == (0, "nothing to purge\n")
+        for words in (("sessions", "list", "--tls", "--server", server.address), (*purge, "--tls")):
+            status, said = run(*words)
+            assert (status, "with a certificate that is trusted here?" in said) == (1, True)
+        for words in (("sessions", "list", "--server", server.address), purge):
+            assert run(*words, "--tls-ca", "/no/such.pem") == (
+                2,
+                "holdfast: cannot read the certificates in /no/such.pem: No such file or directory\n",
+            )
+        monkeypatch.setenv("HOLDFAST_API_KEY", "open up")
+        assert run("sessions", "list", *trusting) == (
+            1,
+            f"holdfast: {server.address}: this API key is not known here\n",
+        )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sessions", "list", "--server", "0.0.0.0:1"],
+        ["chat", "hi", "--server", "0.0.0.0:1"],
+        ["sessions", "purge", "--closed", "--yes", "--http", "0.0.0.0:1"],
+        ["sessions", "purge", "--closed", "--yes", "--http", "http://0.0.0.0:1", "--tls"],
+    ],
+)
+def test_a_key_goes_to_another_machine_with_tls_only(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_API_KEY", "sesame")
+    assert main(words) == 2
+    assert "refusing to send HOLDFAST_API_KEY in plain text" in capsys.readouterr().err
+    assert main([*words, "--insecure"]) == 1
+    assert "no answer from" in capsys.readouterr().err
+
+
+def test_an_address_that_is_none_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for address in ("http://127.0.0.1:50051", "here"):
+        assert main(["sessions", "list", "--server", address]) == 2
+        said = capsys.readouterr().err
+        assert ("host:port" in said, said.count("\n")) == (True, 1)
+
+
+def test_without_the_sdk_commands_say_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "holdfast_sdk", None)
+    for words in (["sessions", "list"], ["chat", "hi", "--server", "127.0.0.1:1"]):
+        assert main(words) == 2
+        assert "pip install ./sdks/python" in capsys.readouterr().err

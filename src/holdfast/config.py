@@ -1,12 +1,17 @@
-"""Settings as frozen dataclasses: file < environment < flags. Imports nothing of ours but errors."""
+"""Settings as frozen dataclasses, read from a TOML file, the environment and flags: file < environment < flags.
 
+Imports nothing of ours but errors.
+"""
+
+import argparse
 import dataclasses
 import datetime
 import difflib
 import json
 import math
+import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,65 +37,42 @@ def option(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """The embedded engine."""
-
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda", "mlx"))
-    dtype: str = option(
-        "auto",
-        "weights; auto: int8 where the native CPU engine runs, else bfloat16",
-        choices=("auto", "float32", "bfloat16", "int8"),
-    )
-    deterministic: bool = option(False, "the same bits for a session whatever is computed beside it")
-    threads: int = option(0, "compute threads on the CPU; 0: one for each core")
-    sessions: int = option(16, "slabs, that is, sessions with a live cache", aliases=("--capacity",), least=1)
-    sink: int = option(4, "first tokens that every session keeps")
-    recent: int = option(2048, "last tokens that a session keeps", aliases=("--window",))
-    max_pin: int = option(512, "most first tokens that a session may ask to keep")
-    prefill_chunk: int = option(256, "prompt tokens computed between two tokens of running streams", least=1)
-    rewind_tokens: int = option(1024, "how far back a session can go without recomputing")
-    max_recompute_tokens: int = option(65536, "longest history that a far rewind may recompute")
-    max_batch: int = option(64, "sequences that share one decoding step", least=1)
-    proposer: str = option(
-        "auto",
-        "who drafts tokens that the model verifies; auto: ngram where the native CPU engine runs, else none",
-        choices=("auto", "none", "ngram", "draft_model"),
-    )
-    draft_length: int = option(7, "longest draft; shorter ones are chosen where they pay")
-    draft_model: str = option("", "the small model of --proposer draft_model: a path or a name, same vocabulary")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The doors."""
+    """The server: addresses, API keys, storage, limits."""
 
-    grpc: str = option("127.0.0.1:50051", "where the gRPC door listens", aliases=("--bind",))
-    http: str = option("127.0.0.1:8000", "where the HTTP door listens; empty: nowhere")
-    served_model_name: str = option("", "the name clients see (default: the model's own)")
-    keys_file: str = option("", "API keys, one OWNER:KEY a line; without keys, loopback only")
-    tls_cert: str = option("", "certificate chain, PEM")
-    tls_key: str = option("", "its private key, PEM")
-    insecure: bool = option(False, "allow other addresses than loopback without keys")
-    idle_ttl_s: float = option(0.0, "close sessions that were idle for so long; 0: never")
-    data_dir: str = option("", "where sessions are kept over restarts; empty: they end with the process")
-    max_parked: int = option(10_000, "sessions that may wait without a slab; who is idle longest goes beyond that")
-    snapshot_memory_mb: int = option(2048, "memory for the caches of parked sessions")
-    snapshot_disk_mb: int = option(16_384, "disk for them, in the data directory")
-    retain_days: int = option(30, "how long closed sessions stay on record; 0: for ever")
-    drain_s: float = option(10.0, "how long running generations may go on after Ctrl-C")
-    max_concurrent: int = option(0, "generations that the HTTP door runs at once; 0: as many as there are sessions")
-    admission: str = option("queue", "what comes beyond that is", choices=("reject", "queue"))
-    queue_max_wait_s: float = option(30.0, "longest wait in that queue; 0: for ever")
-    queue_max: int = option(1024, "longest queue; who comes later is rejected", least=1)
-    max_body_mb: int = option(64, "largest request body", least=1)
-    max_session_mb: int = option(1024, "largest session file that is imported", least=1)
-    deprecation_headers: bool = option(True, "tell stateless clients about sessions, in headers")
-    sunset: str = option("2027-12-31", "the date that these headers name, YYYY-MM-DD")
+    grpc: str = option("127.0.0.1:50051", "address of the gRPC endpoint", aliases=("--bind",))
+    http: str = option("127.0.0.1:8000", "address of the HTTP endpoint; empty: no HTTP endpoint")
+    served_model_name: str = option("", "model name that clients see; empty: the model's own")
+    keys_file: str = option("", "file of API keys, one OWNER:KEY per line; without keys, only loopback is served")
+    tls_cert: str = option("", "TLS certificate chain for both endpoints, a PEM file")
+    tls_key: str = option("", "private key of --tls-cert, a PEM file")
+    insecure: bool = option(False, "allow addresses other than loopback without API keys")
+    idle_ttl_s: float = option(0.0, "seconds after which an idle session is closed; 0: never")
+    data_dir: str = option("", "directory that keeps sessions across restarts; empty: they end with the process")
+    max_parked: int = option(
+        10_000,
+        "sessions that may be parked, that is, without a slab; "
+        "beyond this number the least recently used session is evicted",
+    )
+    snapshot_memory_mb: int = option(2048, "memory for snapshots, the caches of parked sessions, in MB")
+    snapshot_disk_mb: int = option(16_384, "disk space for snapshots in the data directory, in MB")
+    retain_days: int = option(30, "days that closed sessions stay on record; 0: forever")
+    drain_s: float = option(10.0, "seconds that running generations may continue after Ctrl-C")
+    max_concurrent: int = option(
+        0, "generations that the HTTP endpoint runs at once; 0: as many as sessions can be live"
+    )
+    admission: str = option("queue", "what happens to requests beyond --max-concurrent", choices=("reject", "queue"))
+    queue_max_wait_s: float = option(30.0, "longest wait in the queue, in seconds; 0: no limit")
+    queue_max: int = option(1024, "longest queue; further requests are rejected", least=1)
+    max_body_mb: int = option(64, "largest request body, in MB", least=1)
+    max_session_mb: int = option(1024, "largest session file that can be imported, in MB", least=1)
+    deprecation_headers: bool = option(True, "send headers that point stateless clients to sessions")
+    sunset: str = option("2027-12-31", "date in the Sunset header of stateless responses, YYYY-MM-DD")
     log_prompts: bool = option(False, "write request bodies to the access log")
-    compat: str = option("none", "answer errors as another session server does", choices=("none", "miles"))
-    backend: str = option("embedded", "where generation happens", choices=("embedded", "sglang", "vllm"))
-    weight_version: str = option("", "the version of the weights, where the upstream does not tell; settable later")
-    pause_max_wait_s: float = option(60.0, "how long a turn waits while turns are paused")
+    compat: str = option("none", "error format of another session server", choices=("none", "miles"))
+    backend: str = option("embedded", "where generation runs", choices=("embedded", "sglang", "vllm"))
+    weight_version: str = option("", "version of the weights if the upstream reports none; can be changed later")
+    pause_max_wait_s: float = option(60.0, "longest wait of a turn while turns are paused, in seconds")
 
     def __post_init__(self) -> None:
         try:
@@ -101,19 +83,23 @@ class ServeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig:
-    """Messages to tokens."""
+    """How messages become tokens."""
 
-    chat_template: str = option("", "a file with a Jinja chat template (default: the model's own)")
-    chat_template_kwargs: str = option("{}", "variables for the template, JSON; a request's own win")
+    chat_template: str = option("", "file with a Jinja chat template; empty: the model's own template")
+    chat_template_kwargs: str = option("{}", "variables for the template, a JSON object; a request's own override them")
     control_tokens: str = option(
-        "reject", "control tokens that a message spells out stay text, or become real ones", choices=("reject", "allow")
+        "reject",
+        "whether control tokens spelled out in a message stay text (reject) or become real ones (allow)",
+        choices=("reject", "allow"),
     )
     matcher: str = option(
         "normal",
         "how resent messages are compared: normal, strict, loose_tool_call, role_content_only or a dotted path",
     )
     max_rollback: int = option(1, "sampled turns that a retry may leave behind; -1: any number", least=-1)
-    edited_reply: str = option("reject", "a sampled reply that comes back changed is", choices=("reject", "branch"))
+    edited_reply: str = option(
+        "reject", "what happens if a sampled reply is resent with changes", choices=("reject", "branch")
+    )
 
     def __post_init__(self) -> None:
         _ = self.template_variables
@@ -130,80 +116,155 @@ class ChatConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamConfig:
-    """The SGLang or vLLM server that generates where the embedded engine does not."""
+class EngineConfig:
+    """The embedded engine."""
 
-    upstream: str = option("", "base URL of the server, or of the router in front of a cluster")
-    upstream_key: str = option("", "bearer key for it; a client's own key never goes there")
-    upstream_extra: str = option("", "JSON object merged last into every chat request, e.g. a LoRA path")
-    upstream_timeout_s: float = option(600.0, "longest time that one upstream request may take", least=1)
-    upstream_connections: int = option(256, "most connections to it at once", least=1)
-    max_upstream_mb: int = option(256, "largest reply that is read", least=1)
+    device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda", "mlx"))
+    dtype: str = option(
+        "auto",
+        "data type of the weights; auto: int8 on the native CPU engine, otherwise bfloat16",
+        choices=("auto", "float32", "bfloat16", "int8"),
+    )
+    deterministic: bool = option(False, "bit-identical results for a session, whatever else is in the batch")
+    threads: int = option(0, "compute threads on the CPU; 0: one per core")
+    sessions: int = option(16, "slabs, that is, sessions that can be live at once", aliases=("--capacity",), least=1)
+    sink: int = option(4, "first tokens that stay in every session's window")
+    recent: int = option(2048, "most recent tokens that stay in a session's window", aliases=("--window",))
+    max_pin: int = option(512, "largest number of first tokens that a session may pin")
+    prefill_chunk: int = option(256, "prompt tokens computed between two tokens of running streams", least=1)
+    rewind_tokens: int = option(1024, "how far a session can rewind without recomputing, in tokens")
+    max_recompute_tokens: int = option(65536, "longest history that a rewind may recompute, in tokens")
+    max_batch: int = option(64, "sequences in one decoding step", least=1)
+    proposer: str = option(
+        "auto",
+        "source of draft tokens that the model verifies; auto: ngram on the native CPU engine, otherwise none",
+        choices=("auto", "none", "ngram", "draft_model"),
+    )
+    draft_length: int = option(7, "longest draft, in tokens; shorter ones are used where they are faster")
+    draft_model: str = option("", "model for --proposer draft_model, a path or a name; it needs the same vocabulary")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamConfig:
+    """The SGLang or vLLM server that generates in place of the embedded engine."""
+
+    upstream: str = option("", "base URL of the SGLang or vLLM server, or of a router in front of several")
+    upstream_key: str = option("", "API key for the upstream; clients' own keys are never forwarded")
+    upstream_extra: str = option("", "JSON object merged into every chat request to the upstream, e.g. a LoRA path")
+    upstream_timeout_s: float = option(600.0, "longest time for one upstream request, in seconds", least=1)
+    upstream_connections: int = option(256, "largest number of connections to the upstream", least=1)
+    max_upstream_mb: int = option(256, "largest upstream response, in MB", least=1)
     routing_replay: str = option(
         "off",
-        "ask for routed experts: of all tokens, or of those not yet recorded",
+        "request routed experts, for all tokens or only for those not yet recorded",
         choices=("off", "full", "additional"),
     )
-    keep_training_payloads: bool = option(False, "leave routed experts in the client's copy of a reply")
+    keep_training_payloads: bool = option(False, "leave routed experts in the client's copy of a response")
     logprob_kind: str = option(
         "auto",
-        "how it was started: logprobs before or after temperature",
+        "whether the upstream reports logprobs before temperature (raw) or after it (sampling)",
         choices=("auto", "raw", "sampling", "unknown"),
     )
-    cpu_workers: int = option(0, "threads for work that would hold up the event loop; 0: min(16, cpus)")
-    passthrough: str = option("", "more METHOD:PATH that sessions may reach, comma-separated")
+    passthrough: str = option("", "further upstream routes that sessions may call, METHOD:PATH, comma-separated")
 
 
-def load(
-    cls: type[C],
+GROUPS: dict[type[Any], str] = {
+    ServeConfig: "server",
+    ChatConfig: "chat",
+    EngineConfig: "engine",
+    UpstreamConfig: "upstream",
+}
+_KEYS = {field.name for cls in GROUPS for field in dataclasses.fields(cls)}
+
+
+def check_upstream(server: ServeConfig, upstream: UpstreamConfig) -> None:
+    """ConfigError unless an upstream is given for exactly the backends that need one."""
+    if (server.backend == "embedded") == bool(upstream.upstream):
+        raise ConfigError("--upstream and --backend sglang or vllm must be given together")
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    cls: type[Any],
     *,
-    flags: Mapping[str, Any],
-    environment: Mapping[str, str],
-    file: Path | None = None,
-    others: Collection[str] = (),
-) -> C:
+    only: Container[str] | None = None,
+    without: Container[str] = (),
+) -> None:
+    """Add a group with a flag for each field of `cls`, or for those in `only`; and `--config`, once per parser."""
+    if not any(action.dest == "config" for action in parser._actions):
+        about = "settings as TOML; flags and environment variables take precedence"
+        parser.add_argument("--config", type=Path, metavar="FILE", help=about)
+    group = parser.add_argument_group(GROUPS[cls])
+    for field in dataclasses.fields(cls):
+        if field.name in without or (only is not None and field.name not in only):
+            continue
+        names = ("--" + field.name.replace("_", "-"), *field.metadata["aliases"])
+        shown = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
+        default = "" if shown == "" else f"default: {shown}; "
+        about = f"{field.metadata['help']} ({default}{_variable(field)})"
+        if isinstance(field.default, bool):
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=about)
+            continue
+        group.add_argument(
+            *names,
+            dest=field.name,
+            type=type(field.default),
+            choices=field.metadata["choices"],
+            metavar=None if field.metadata["choices"] else "TEXT" if isinstance(field.default, str) else "N",
+            help=about,
+        )
+
+
+def from_arguments(cls: type[C], arguments: argparse.Namespace) -> C:
+    """An instance of `cls` for a parsed command line; reads the environment and the file given with `--config`."""
+    return load(cls, flags=vars(arguments), environment=os.environ, file=arguments.config)
+
+
+def load(cls: type[C], *, flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> C:
     """An instance of `cls` from its defaults, then `file`, then `environment`, then `flags` (None: not given).
 
-    `others` are the keys that the file may have for someone else.
+    Names in `flags` and keys in `file` that belong to another settings class are skipped.
     """
-    values = _from_file(cls, file, others) if file else {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if (text := environment.get(ENVIRONMENT_PREFIX + field.name.upper())) is not None:
-            values[field.name] = _converted(
-                field, text, f"the environment variable {ENVIRONMENT_PREFIX}{field.name.upper()}"
-            )
-    values |= {name: value for name, value in flags.items() if value is not None}
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    values = _from_file(fields, file) if file else {}
+    for field in fields:
+        if (text := environment.get(_variable(field))) is not None:
+            values[field.name] = _converted(field, text, f"the environment variable {_variable(field)}")
+        if (given := flags.get(field.name)) is not None:
+            values[field.name] = given
     loaded = cls(**values)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in fields:
         value, least = getattr(loaded, field.name), field.metadata["least"]
         if isinstance(value, int | float) and not least <= value < math.inf:
             raise ConfigError(f"{field.name} must be {least} or more, got {value}")
     return loaded
 
 
-def _from_file(cls: type[Any], path: Path, others: Collection[str]) -> dict[str, Any]:
+def _variable(field: "dataclasses.Field[Any]") -> str:
+    return ENVIRONMENT_PREFIX + field.name.upper()
+
+
+def _from_file(fields: "tuple[dataclasses.Field[Any], ...]", path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"cannot read the config file {path}: {exc.strerror}") from exc
     except ValueError as exc:
         raise ConfigError(f"the config file {path} is not TOML: {exc}") from exc
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    values = {}
-    for key, value in content.items():
-        name = key.replace("-", "_")
-        if name in others and name not in fields:
-            continue
-        if name not in fields:
-            near = difflib.get_close_matches(name, [*fields, *others], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"unknown key {key!r} in {path}{hint}")
-        values[name] = _converted(fields[name], value, f"{key} in {path}")
-    return values
+    for key in content:
+        if (name := key.replace("-", "_")) not in _KEYS:
+            near = difflib.get_close_matches(name, _KEYS, n=1)
+            raise ConfigError(f"unknown key {key!r} in {path}" + (f"; did you mean {near[0]}?" if near else ""))
+    given = {key.replace("-", "_"): (key, value) for key, value in content.items()}
+    return {
+        field.name: _converted(field, given[field.name][1], f"{given[field.name][0]} in {path}")
+        for field in fields
+        if field.name in given
+    }
 
 
 def _converted(field: "dataclasses.Field[Any]", value: Any, where: str) -> Any:
-    """`value` as the field's type; text is parsed, anything else must fit already."""
+    """`value` as the field's type; text is parsed, anything else must already have the type."""
     kind: type[Any] = type(field.default)
     try:
         converted = _PARSERS[kind](value) if isinstance(value, str) else value

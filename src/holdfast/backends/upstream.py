@@ -52,7 +52,7 @@ class UpstreamBackend(ABC):
         observe: Observe = lambda outcome, seconds: None,
     ) -> None:
         self.transport = Transport(config)
-        self.lane = DecodeQueue(config.cpu_workers)
+        self.lane = DecodeQueue()
         self.config = config
         self.upstream_model = ""
         self.logprob_kind = self.default_kind if config.logprob_kind == "auto" else LogprobKind(config.logprob_kind)

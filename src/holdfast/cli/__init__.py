@@ -1,4 +1,4 @@
-"""One command: holdfast. Each subcommand has a file; this one finds it and turns errors into a sentence."""
+"""The `holdfast` command. Each subcommand has a file; this one runs it and prints its error as one sentence."""
 
 import argparse
 import os
@@ -13,9 +13,9 @@ _COMMANDS = (serve, chat, sessions, samples, models, bench, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 failed, 2 wrong use or wrong file, 130 interrupted."""
+    """Exit codes: 0 success, 1 failure, 2 wrong usage, settings or input file, 130 interrupted."""
     parser = argparse.ArgumentParser(
-        prog="holdfast", description="Session-bound LLM inference: every turn costs only its new tokens."
+        prog="holdfast", description="LLM inference in sessions: each turn computes only its new tokens."
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has gone; nothing is left to say
+    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

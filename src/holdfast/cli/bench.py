@@ -1,4 +1,4 @@
-"""`holdfast bench`: measure this machine, judge what came out, compare two runs."""
+"""`holdfast bench`: run benchmark scenarios on this machine, check their gates, compare two reports."""
 
 import argparse
 import dataclasses
@@ -38,21 +38,21 @@ SCENARIOS = (
     speculation.SCENARIO,
 )
 
-_COMMANDS = {long_session.SCENARIO.name: long_session.commands}  # for a server of one's own
+_COMMANDS = {long_session.SCENARIO.name: long_session.commands}  # for a server that the user starts
 
 _COLOURS: dict[Verdict, str] = {"better": "green", "worse": "red", "changed": "yellow"}
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure, judge and compare", description=__doc__)
+    parser = commands.add_parser("bench", help="run and compare benchmarks", description=__doc__)
     actions = parser.add_subparsers(title="scenarios", required=True, metavar="NAME")
     for scenario in SCENARIOS:
         _add(actions, scenario)
-    listing = actions.add_parser("list", help="all scenarios")
+    listing = actions.add_parser("list", help="list all scenarios")
     listing.set_defaults(run=_list)
-    comparing = actions.add_parser("compare", help="two reports: what is better, what is worse, what is noise")
-    comparing.add_argument("before", type=Path, metavar="A", help="a report, JSON")
-    comparing.add_argument("after", type=Path, metavar="B", help="another one of the same scenario")
+    comparing = actions.add_parser("compare", help="compare two reports: what is better, worse, or within noise")
+    comparing.add_argument("before", type=Path, metavar="A", help="a JSON report")
+    comparing.add_argument("after", type=Path, metavar="B", help="a later report of the same scenario")
     comparing.set_defaults(run=_compare)
 
 
@@ -60,13 +60,17 @@ def _add(actions: Any, scenario: Scenario) -> None:
     parser = actions.add_parser(
         scenario.name,
         help=scenario.about,
-        description=f"{scenario.about}. Exits with 1 where a gate fails; Ctrl-C keeps what was measured.",
+        description=f"{scenario.about}. Exits with 1 if a gate fails; after Ctrl-C the results so far are kept.",
     )
-    parser.add_argument("--quick", action="store_true", help="within 50 s on two cores: shorter and noisier")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--json", default="", metavar="FILE", help="the report here too; -: stdout, and nothing else")
+    parser.add_argument("--quick", action="store_true", help="a shorter and noisier run, within 50 s on two cores")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="DIR", help="for reports and plots (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", default="", metavar="FILE", help="also write the report here; -: to stdout, and nothing else"
+    )
     if scenario.name in _COMMANDS:
-        about = "measure nothing: say what to type in two terminals, one for the server"
+        about = "only print the commands for two terminals, one for the server"
         parser.add_argument("--print-commands", action="store_true", help=about)
     group = parser.add_argument_group("settings")
     for field in dataclasses.fields(scenario.settings):
@@ -94,7 +98,7 @@ def _run(scenario: Scenario, arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    table = Table("scenario", "what", box=None)
+    table = Table("scenario", "description", box=None)
     for scenario in SCENARIOS:
         table.add_row(scenario.name, scenario.about)
     Console().print(table)

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: what this machine can run, what is missing, and how many sessions fit."""
+"""`holdfast doctor`: check whether `holdfast serve` would start on this machine, and how many sessions fit."""
 
 import argparse
 import dataclasses
@@ -11,49 +11,43 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from holdfast.cli import examination
-from holdfast.cli.data_directory import DataDirectory, look_at_data
-from holdfast.cli.diagnosis import (
-    Device,
-    Finding,
-    Level,
-    chosen_device,
-    judge_data,
-    judge_extra,
-    judge_fit,
-    judge_memory,
-    judge_mlx,
-    judge_native,
-    judge_torch,
+from holdfast.cli import checks, machine
+from holdfast.cli.checks import Device, Finding, Level, ModelFacts
+from holdfast.cli.machine import DataDirectory, Library, Memory
+from holdfast.cli.models import Sizes, WindowRow, window_table
+from holdfast.config import (
+    DEFAULT_MODEL,
+    ChatConfig,
+    EngineConfig,
+    ServeConfig,
+    UpstreamConfig,
+    add_flags,
+    from_arguments,
 )
-from holdfast.cli.doors import judge_doors
-from holdfast.cli.examination import Library, Memory
-from holdfast.cli.flags import add_flags, settings
-from holdfast.cli.model_check import ModelFacts, check_engine, check_model
-from holdfast.cli.sizing import Sizes, WindowRow, window_table
-from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
 from holdfast.engine.embedded import is_native, resolved_dtype
 from holdfast.engine.native.library import usable_variants
 
-_DOORS = (
-    *("grpc", "http", "keys_file", "tls_cert", "tls_key", "insecure"),
-    *("data_dir", "snapshot_memory_mb", "backend"),
+_FLAGS: dict[type[Any], tuple[str, ...]] = {  # those that decide whether a server starts
+    ServeConfig: (
+        *("grpc", "http", "keys_file", "tls_cert", "tls_key", "insecure"),
+        *("data_dir", "snapshot_memory_mb", "backend"),
+    ),
+    ChatConfig: ("chat_template",),
+    EngineConfig: ("device", "dtype", "sessions", "sink", "recent", "max_pin", "prefill_chunk", "rewind_tokens"),
+    UpstreamConfig: ("upstream",),
+}
+_EXTRAS = (
+    ("client", "holdfast_sdk", "`holdfast sessions` and `holdfast chat --server`"),
+    ("parquet", "pyarrow", "samples as Parquet files"),
+    ("bench", "matplotlib", "plots of `holdfast bench`"),
 )
-_ENGINE = ("device", "dtype", "sessions", "sink", "recent", "max_pin", "prefill_chunk", "rewind_tokens")
-_FLAGS: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
-    (ServeConfig, "doors", _DOORS),
-    (ChatConfig, "chat", ("chat_template",)),
-    (EngineConfig, "engine", _ENGINE),
-    (UpstreamConfig, "upstream", ("upstream",)),
-)
-_EXTRAS = (("parquet", "pyarrow", "samples as Parquet files"), ("bench", "matplotlib", "plots of `holdfast bench`"))
 _MARKS: dict[Level, str] = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
 _MB = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """All that was found; `--json` prints it."""
+class Diagnosis:
+    """Everything that was found, as `--json` prints it."""
 
     would_start: bool
     findings: tuple[Finding, ...]
@@ -70,63 +64,68 @@ class Report:
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what this machine can run, what is missing",
-        description="What this machine can run and what is missing. Exits with 0 where `holdfast serve` would start.",
+        help="check what this machine can run",
+        description="What this machine can run and what is missing. Exits with 0 if `holdfast serve` would start.",
     )
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="the same as JSON on stdout, and nothing else")
-    for cls, title, shown in _FLAGS:
-        others = [field.name for field in dataclasses.fields(cls) if field.name not in shown]
-        add_flags(parser, cls, title, without=others)
+    parser.add_argument("--json", action="store_true", help="print JSON to stdout, and nothing else")
+    for cls, names in _FLAGS.items():
+        add_flags(parser, cls, only=names)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    report = examine(
+    diagnosis = diagnose(
         arguments.model,
-        settings(ServeConfig, arguments),
-        settings(EngineConfig, arguments),
-        settings(ChatConfig, arguments),
-        settings(UpstreamConfig, arguments),
+        from_arguments(ServeConfig, arguments),
+        from_arguments(EngineConfig, arguments),
+        from_arguments(ChatConfig, arguments),
+        from_arguments(UpstreamConfig, arguments),
     )
     if arguments.json:
-        print(json.dumps(dataclasses.asdict(report), indent=2, default=str))
+        print(json.dumps(dataclasses.asdict(diagnosis), indent=2, default=str))
     else:
-        _show(report)
-    return 0 if report.would_start else 1
+        _show(diagnosis)
+    return 0 if diagnosis.would_start else 1
 
 
-def examine(name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfig, upstream: UpstreamConfig) -> Report:
-    """Everything looked at and judged. Takes seconds: torch is imported, but no weights are read."""
-    torch, mlx, memory = examination.find_torch(), examination.find_mlx(), examination.find_memory()
-    is_mac, is_embedded = examination.is_apple_silicon(), doors.backend == "embedded"
-    device = chosen_device(engine.device, torch, mlx, is_apple_silicon=is_mac) if is_embedded else ""
-    data = look_at_data(Path(doors.data_dir).expanduser()) if doors.data_dir else None
-    model, model_findings = check_model(name, chat if doors.http else None, device)
+def diagnose(
+    name: str, server: ServeConfig, engine: EngineConfig, chat: ChatConfig, upstream: UpstreamConfig
+) -> Diagnosis:
+    """Run every check. Takes seconds: torch is imported, but no weights are read."""
+    torch, mlx, memory = machine.find_torch(), machine.find_mlx(), machine.find_memory()
+    is_mac, is_embedded = machine.is_apple_silicon(), server.backend == "embedded"
+    device = checks.chosen_device(engine.device, torch, mlx, is_apple_silicon=is_mac) if is_embedded else ""
+    data = machine.find_data(Path(server.data_dir).expanduser()) if server.data_dir else None
+    model, model_findings = checks.check_model(name, chat if server.http else None, device)
     dtype = resolved_dtype(engine.dtype, model.architecture, device) if model else engine.dtype
     has_native = model is not None and device == "cpu" and is_native(model.architecture, dtype)
     findings = [
         Finding("Python", "ok", platform.python_version()),
-        judge_native(usable_variants(), device),
-        judge_torch(torch, device, is_needed=not has_native),
-        judge_mlx(mlx, device, is_apple_silicon=is_mac),
-        *(judge_extra(extra, adds, is_installed=examination.is_installed(module)) for extra, module, adds in _EXTRAS),
-        judge_memory(memory),
-        *judge_doors(doors, upstream),
-        judge_data(data),
+        checks.check_native(usable_variants(), device),
+        checks.check_torch(torch, device, is_needed=not has_native),
+        checks.check_mlx(mlx, device, is_apple_silicon=is_mac),
+        *(
+            checks.check_extra(extra, adds, is_installed=machine.is_installed(module))
+            for extra, module, adds in _EXTRAS
+        ),
+        checks.check_memory(memory),
+        *checks.check_server(server, upstream),
+        checks.check_data(data),
+        *model_findings,
     ]
-    findings += model_findings
     sizes: Sizes | None = None
     windows: tuple[WindowRow, ...] = ()
     if is_embedded and model:
-        shape, found = check_engine(model, engine, dtype)
-        findings += found
+        shape, finding = checks.check_engine(model, engine, dtype)
+        findings.append(finding)
         if shape:
             free_bytes = torch.cuda[0].free_bytes if device == "cuda" and torch.cuda else memory.available_bytes
             sizes = model.sizes(dtype, device, free_bytes)
             windows = window_table(sizes, shape, model.architecture.context)
-            findings.append(judge_fit(sizes, shape, engine.sessions, doors.snapshot_memory_mb * 2**20, device))
-    return Report(
+            snapshot_bytes = server.snapshot_memory_mb * 2**20
+            findings.append(checks.check_fit(sizes, shape, engine.sessions, snapshot_bytes, device))
+    return Diagnosis(
         would_start=all(finding.level != "problem" for finding in findings),
         findings=tuple(findings),
         windows=windows,
@@ -140,24 +139,25 @@ def examine(name: str, doors: ServeConfig, engine: EngineConfig, chat: ChatConfi
     )
 
 
-def _show(report: Report) -> None:
+def _show(diagnosis: Diagnosis) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for finding in report.findings:
+    for finding in diagnosis.findings:
         table.add_row(_MARKS[finding.level], finding.what, escape(finding.says))
     console.print(table)
-    if report.windows:
-        sizing = Table("--recent", "MB a session", f"sessions that fit ({report.device})", box=None, padding=(0, 2))
-        for row in report.windows:
-            fitting = "" if row.num_fitting is None else f"{row.num_fitting:,}"
-            sizing.add_row(f"{row.recent:,}", f"{row.slab_bytes / _MB:,.0f}", fitting)
+    if diagnosis.windows:
+        fitting = f"sessions that fit ({diagnosis.device})"
+        windows = Table("--recent", "MB per session", fitting, box=None, padding=(0, 2))
+        for row in diagnosis.windows:
+            number = "" if row.num_fitting is None else f"{row.num_fitting:,}"
+            windows.add_row(f"{row.recent:,}", f"{row.slab_bytes / _MB:,.0f}", number)
         console.print()
-        console.print(sizing)
+        console.print(windows)
     console.print(
         "\n[green]holdfast serve would start with these settings[/]"
-        if report.would_start
+        if diagnosis.would_start
         else "\n[red]holdfast serve would not start with these settings[/]"
     )

@@ -1,35 +1,42 @@
-"""`holdfast models`: what can be loaded, what is here, and what a model is."""
+"""`holdfast models`: list, pull and inspect models; how much memory a model and its sessions take."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from holdfast.config import DEFAULT_MODEL
-from holdfast.models import BUNDLED, open_model
+from holdfast.engine.slab import SlabShape
+from holdfast.models import BUNDLED, Architecture, open_model
 from holdfast.models.bundled import pull
 
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; with int8 weights the cache is bfloat16
+WINDOWS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+RUNTIME_BYTES = 600_000_000  # interpreter, libraries, activations of one step
+_INT8_WEIGHT_BYTES = 34 / 32  # including its share of the scale
 _MB = 1_000_000
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("models", help="list, pull and inspect models")
+    parser = commands.add_parser("models", help="list, pull and inspect models", description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="the bundled models, and which are on this machine")
+    listing = actions.add_parser("list", help="list the bundled models and whether they are on this machine")
     listing.set_defaults(run=_list)
-    pulling = actions.add_parser("pull", help="put a bundled model on this machine")
+    pulling = actions.add_parser("pull", help="download a bundled model to this machine")
     pulling.add_argument("model", nargs="?", default=DEFAULT_MODEL, choices=list(BUNDLED), help="default: %(default)s")
     pulling.set_defaults(run=_pull)
-    info = actions.add_parser("info", help="what a model is and what its sessions cost")
+    info = actions.add_parser("info", help="show a model's architecture and the memory of a session")
     info.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a bundled name, a GGUF file or a directory")
     info.set_defaults(run=_info)
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    table = Table("model", "what", "license", "on this machine")
+    table = Table("model", "description", "license", "on this machine")
     for model in BUNDLED.values():
-        table.add_row(model.name, model.description, model.license, str(model.path or "no: holdfast models pull"))
+        table.add_row(model.name, model.description, model.license, str(model.path or "no; run holdfast models pull"))
     Console().print(table)
     return 0
 
@@ -46,7 +53,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     source = open_model(arguments.model)
     arch = source.architecture
-    per_token = arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim * 2
+    per_token = token_bytes(arch, "bfloat16")
     size = sum(file.stat().st_size for file in source.weight_files)
     table = Table(show_header=False, box=None)
     for name, value in (
@@ -56,11 +63,68 @@ def _info(arguments: argparse.Namespace) -> int:
         ("parameters", f"{arch.num_parameters / 1e6:,.0f} M in {arch.num_layers} layers"),
         ("weights on disk", f"{size / _MB:,.0f} MB"),
         ("vocabulary", f"{arch.vocab_size:,}"),
-        ("context", f"{arch.context:,} tokens: sink + recent may not exceed it"),
+        ("context", f"{arch.context:,} tokens, the limit for sink + recent"),
         ("heads", f"{arch.num_heads} of {arch.head_dim}, sharing {arch.num_kv_heads} key heads"),
         ("cache per token", f"{per_token:,} bytes in bfloat16"),
-        ("a full window of 4 + 2048", f"{2052 * per_token / _MB:,.1f} MB in bfloat16"),
+        ("full window of 4 + 2048", f"{2052 * per_token / _MB:,.1f} MB in bfloat16"),
     ):
         table.add_row(f"[dim]{name}[/]", str(value))
     Console().print(table)
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The memory that one model needs, and the memory available for it (None: unknown)."""
+
+    weight_bytes: int
+    token_bytes: int
+    memory_bytes: int | None
+
+    def num_fitting(self, shape: SlabShape) -> int | None:
+        """Slabs of `shape` that fit beside the weights."""
+        if self.memory_bytes is None:
+            return None
+        return max(0, self.memory_bytes - self.weight_bytes - RUNTIME_BYTES) // self.slab_bytes(shape)
+
+    def slab_bytes(self, shape: SlabShape) -> int:
+        return shape.capacity * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRow:
+    """How many sessions with a window of `recent` tokens fit."""
+
+    recent: int
+    slab_bytes: int
+    num_fitting: int | None
+
+
+def token_bytes(arch: Architecture, dtype: str) -> int:
+    """Keys and values of one token in all layers."""
+    return arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim * VALUE_BYTES.get(dtype, VALUE_BYTES["bfloat16"])
+
+
+def weight_bytes(arch: Architecture, dtype: str, device: str, *, is_native: bool = False) -> int:
+    """Weights in memory. On torch and MLX the output head is float32, except on CUDA."""
+    if dtype == "int8":
+        return round(arch.num_parameters * _INT8_WEIGHT_BYTES)
+    num_head = arch.vocab_size * arch.hidden_size
+    plain = arch.num_parameters * VALUE_BYTES[dtype]
+    if dtype == "float32" or device == "cuda" or is_native:
+        return plain
+    # On torch a tied embedding stays beside its float32 copy; otherwise the head itself is wider.
+    has_copy = arch.has_tied_embeddings and device == "cpu"
+    return plain + num_head * (VALUE_BYTES["float32"] - (0 if has_copy else VALUE_BYTES[dtype]))
+
+
+def window_table(
+    sizes: Sizes, shape: SlabShape, context: int, windows: Sequence[int] = WINDOWS
+) -> tuple[WindowRow, ...]:
+    """The window of `shape` and those of `windows` that the model's context allows, all else as in `shape`."""
+    shapes = [replace(shape, recent=recent) for recent in sorted({shape.recent, *windows})]
+    return tuple(
+        WindowRow(one.recent, sizes.slab_bytes(one), sizes.num_fitting(one))
+        for one in shapes
+        if one.max_pin + one.recent <= context
+    )

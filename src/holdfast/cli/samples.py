@@ -1,4 +1,4 @@
-"""`holdfast samples`: look into exported samples and check them, without a server."""
+"""`holdfast samples`: check and show files of exported samples; needs no server."""
 
 import argparse
 from pathlib import Path
@@ -15,18 +15,20 @@ from holdfast.errors import ConfigError, SamplesUnusable, Unimplemented
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("samples", help="check and show exported samples")
+    parser = commands.add_parser("samples", help="check and show exported samples", description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    verify = actions.add_parser("verify", help="check certificates and masks: 0 where all is well, otherwise 1")
+    verify = actions.add_parser(
+        "verify", help="check certificates and loss masks; exits with 1 if a file has a problem"
+    )
     verify.add_argument("files", nargs="+", type=Path, metavar="FILE", help="safetensors, JSON or Parquet")
     verify.set_defaults(run=_verify)
-    show = actions.add_parser("show", help="what is in a file of samples")
+    show = actions.add_parser("show", help="show the samples in a file")
     show.add_argument("file", type=Path, metavar="FILE", help="safetensors, JSON or Parquet")
     show.set_defaults(run=_show)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    is_well = True
+    is_valid = True
     for path in arguments.files:
         try:
             export = decode(path.read_bytes())
@@ -37,8 +39,8 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{path}: {problem}")
         if not found:
             print(f"{path}: ok: {_counts(export)}")
-        is_well &= not found
-    return 0 if is_well else 1
+        is_valid &= not found
+    return 0 if is_valid else 1
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -1,93 +1,253 @@
-"""`holdfast sessions`: the sessions of a running server. Its key: HOLDFAST_API_KEY."""
+"""`holdfast sessions`: list, show, close, export, import and purge the sessions of a server."""
 
 import argparse
 import asyncio
-from typing import Any
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from holdfast.cli import purging, session_files
-from holdfast.cli.calling import Metadata, add_server, with_server
-from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.cli.client import add_server_flags, add_tls_flags, connected, post
+from holdfast.errors import ConfigError
+from holdfast.sessions.journal.base import closed_sessions, purge
+from holdfast.sessions.journal.sqlite import SqliteJournal
 
-_PAGE = 1000
-_STATES = {"live": pb.SESSION_STATE_LIVE, "parked": pb.SESSION_STATE_PARKED, "failed": pb.SESSION_STATE_FAILED}
-_PIPED_WIDTH = 200  # ids are there to be copied: never cut
+_CHUNK_BYTES = 1 << 20
+_PAGE_SIZE = 1000
+_PIPED_WIDTH = 200  # session ids are there to be copied, so they are never cut
+_EXPORT = """Write a session to a file: its tokens with spans and logprobs, a chat's turns, and its cache, with which it
+continues on another server without recomputing. Closed sessions can be exported until they are purged."""
+_IMPORT = """Create a session from a file that `holdfast sessions export` wrote, with exactly the tokens of the file.
+The server refuses a damaged file, and one whose tokens would mean something else to its model."""
+_PURGE = """Delete closed sessions permanently: tokens, turns, replies. Without SESSION, --closed or --older-than, those
+past the server's --retain-days. With an admin's key, or if the server has no keys, the sessions of all owners."""
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SHOWN = 10
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser(
-        "sessions", help="list, show, export, import, close and purge sessions", description=__doc__
-    )
+    about = "list, show, close, export, import and purge sessions"
+    parser = commands.add_parser("sessions", help=about, description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    for name, about, run in (
-        ("list", "all of your sessions", _list),
-        ("show", "how one of them stands", _show),
-        ("close", "end sessions; what is on record stays until it is purged", _close),
-    ):
-        action = actions.add_parser(name, help=about)
-        add_server(action)
-        if name == "list":
-            action.add_argument("--label", help="only those with this label")
-            action.add_argument("--state", choices=list(_STATES), help="only those that stand so")
-        else:
-            action.add_argument("session_ids", nargs="+", metavar="SESSION")
-        action.set_defaults(run=run)
-    session_files.register(actions)
-    purging.register(actions)
+
+    def action(name: str, help: str, run: Any, description: str | None = None) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = actions.add_parser(name, help=help, description=description or help)
+        add_server_flags(added)
+        added.set_defaults(run=run)
+        return added
+
+    listing = action("list", "list your sessions", _list)
+    listing.add_argument("--label", help="only sessions with this label")
+    listing.add_argument("--state", choices=("live", "parked", "failed"), help="only sessions in this state")
+    show = action("show", "show the state of sessions", _show)
+    show.add_argument("session_ids", nargs="+", metavar="SESSION")
+    close = action("close", "close sessions; they stay on record until they are purged", _close)
+    close.add_argument("session_ids", nargs="+", metavar="SESSION")
+    export = action("export", "write a session to a file", _export, _EXPORT)
+    export.add_argument("session_id", metavar="SESSION")
+    export.add_argument("-o", "--output", metavar="FILE", help="default: SESSION.holdfast; -: standard output")
+    export.add_argument(
+        "--no-snapshot", action="store_true", help="leave out the cache: a small file, recomputed when it is imported"
+    )
+    export.add_argument("--force", action="store_true", help="overwrite an existing file")
+    importing = action("import", "create a session from a file", _import, _IMPORT)
+    importing.add_argument("file", metavar="FILE", help="-: standard input")
+    purging = actions.add_parser("purge", help="delete closed sessions permanently", description=_PURGE)
+    purging.add_argument("session_ids", nargs="*", metavar="SESSION", help="these sessions, however long closed")
+    purging.add_argument("--closed", action="store_true", help="all closed sessions")
+    purging.add_argument(
+        "--older-than", type=_age, metavar="AGE", help="closed longer ago than this: 90s, 30m, 12h, 7d"
+    )
+    where = purging.add_mutually_exclusive_group()
+    where.add_argument(
+        "--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="the server's HTTP address (default: %(default)s)"
+    )
+    where.add_argument("--data-dir", type=Path, metavar="DIR", help="a data directory that no server is using")
+    add_tls_flags(purging)
+    purging.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    purging.set_defaults(run=_purge)
 
 
 def _list(arguments: argparse.Namespace) -> int:
     table = Table("session", "label", "state", "tokens", "out of view", "idle")
+    with connected(arguments) as client:
+        from holdfast_sdk import SessionState
 
-    async def call(stub: Any, metadata: Metadata) -> None:
-        wanted = pb.ListSessionsRequest(
-            page_size=_PAGE, client_label=arguments.label, state=_STATES.get(arguments.state)
-        )
-        while True:
-            page = await stub.ListSessions(wanted, metadata=metadata)
-            for info in page.sessions:
-                table.add_row(*_row(info))
-            if not page.next_page_token:
-                return
-            wanted.page_token = page.next_page_token
-
-    asyncio.run(with_server(arguments.server, call))
+        state = SessionState(arguments.state.upper()) if arguments.state else None
+        for info in client.list_sessions(arguments.label, state, _PAGE_SIZE):
+            counts = (f"{info.history_length:,}", f"{info.dropped_token_count:,}", f"{info.idle_seconds:,.0f} s")
+            table.add_row(info.session_id, info.label, info.state.lower(), *counts)
     console = Console()
     (console if console.is_terminal else Console(width=_PIPED_WIDTH)).print(table)
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    console = Console()
-
-    async def call(stub: Any, metadata: Metadata) -> None:
+    with connected(arguments) as client:
         for session_id in arguments.session_ids:
-            request = pb.GetSessionInfoRequest(session_id=session_id)
-            console.print(str(await stub.GetSessionInfo(request, metadata=metadata)), highlight=False)
-
-    asyncio.run(with_server(arguments.server, call))
+            facts = dataclasses.asdict(client.session(session_id).info())
+            facts |= facts.pop("spans")
+            lines = (f"{name}: {value}" for name, value in facts.items() if value not in (None, "", {}))
+            print("\n".join(lines), end="\n\n")
     return 0
 
 
 def _close(arguments: argparse.Namespace) -> int:
-    async def call(stub: Any, metadata: Metadata) -> None:
+    with connected(arguments) as client:
         for session_id in arguments.session_ids:
-            closed = await stub.CloseSession(pb.CloseSessionRequest(session_id=session_id), metadata=metadata)
+            closed = client.session(session_id).close()
             print(f"{session_id}: closed after {closed.final_history_length:,} tokens")
-
-    asyncio.run(with_server(arguments.server, call))
     return 0
 
 
-def _row(info: pb.SessionInfo) -> tuple[str, ...]:
-    state = pb.SessionState.Name(info.state).removeprefix("SESSION_STATE_").lower()
-    return (
-        info.session_id,
-        info.client_label,
-        state,
-        f"{info.history_length:,}",
-        f"{info.dropped_token_count:,}",
-        f"{info.idle_seconds:,.0f} s",
+def _export(arguments: argparse.Namespace) -> int:
+    name = arguments.output or f"{arguments.session_id}.holdfast"
+    num_bytes = 0
+    with _written(name, is_forced=arguments.force) as file, connected(arguments) as client, _progress() as advance:
+        for chunk in client.session(arguments.session_id).export(with_snapshot=not arguments.no_snapshot):
+            file.write(chunk)
+            advance(chunk)
+            num_bytes += len(chunk)
+    if name != "-":
+        print(f"{name}: {num_bytes:,} bytes")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    with _read(arguments.file) as (file, size), connected(arguments) as client, _progress(size) as advance:
+
+        def chunks() -> Iterator[bytes]:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+                advance(chunk)
+
+        origin: Any = client.import_session(chunks()).origin
+    print(
+        f"{origin.session_id}: {origin.history_length:,} tokens, "
+        f"{origin.reused_tokens:,} reused, {origin.recomputed_tokens:,} computed again"
     )
+    return 0
+
+
+@contextlib.contextmanager
+def _written(name: str, *, is_forced: bool) -> Iterator[IO[bytes]]:
+    """A file that gets its name once it is complete, and is removed otherwise."""
+    if name == "-":
+        yield sys.stdout.buffer
+        return
+    path = Path(name)
+    if path.exists() and not is_forced:
+        raise ConfigError(f"{path} already exists; pass another -o FILE, or --force to overwrite it")
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with new.open("wb") as file:
+            yield file
+        new.replace(path)
+    except OSError as exc:
+        raise ConfigError(f"cannot write {path}: {exc.strerror or exc}") from exc
+    finally:
+        new.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _read(name: str) -> Iterator[tuple[IO[bytes], int | None]]:
+    """An open file and its size, if known."""
+    if name == "-":
+        yield sys.stdin.buffer, None
+        return
+    try:
+        with Path(name).open("rb") as file:
+            yield file, os.fstat(file.fileno()).st_size
+    except OSError as exc:
+        raise ConfigError(f"cannot read {name}: {exc.strerror or exc}") from exc
+
+
+@contextlib.contextmanager
+def _progress(size: int | None = None) -> Iterator[Callable[[bytes], None]]:
+    """A progress bar if stderr is a terminal; call it with each chunk."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("session", total=size)
+        yield lambda chunk: progress.advance(task, len(chunk))
+
+
+def _purge(arguments: argparse.Namespace) -> int:
+    if arguments.session_ids and (arguments.closed or arguments.older_than is not None):
+        raise ConfigError("pass either SESSION, or --closed or --older-than")
+    older_than_s = 0.0 if arguments.closed and arguments.older_than is None else arguments.older_than
+    if arguments.data_dir is not None:
+        return asyncio.run(_in_directory(arguments, older_than_s))
+    return _on_server(arguments, older_than_s)
+
+
+def _on_server(arguments: argparse.Namespace, older_than_s: float | None) -> int:
+    path = "/sessions/purge"
+    selection: dict[str, Any] = {"session_ids": arguments.session_ids or None, "older_than_s": older_than_s}
+    if not arguments.yes:
+        found = [entry["session_id"] for entry in post(path, selection | {"dry_run": True}, arguments)["sessions"]]
+        if not _is_confirmed(found):
+            return 1 if found else 0
+        selection = {"session_ids": found}  # what was confirmed, not what was closed since
+    return _purged(post(path, selection, arguments)["purged"])
+
+
+async def _in_directory(arguments: argparse.Namespace, older_than_s: float | None) -> int:
+    directory: Path = arguments.data_dir.expanduser()
+    if not arguments.session_ids and older_than_s is None:
+        raise ConfigError("pass SESSION, --closed or --older-than AGE")
+    if not (directory / "journal.db").exists():
+        raise ConfigError(f"{directory} is not the data directory of a server: it has no journal")
+    journal = await asyncio.to_thread(SqliteJournal, directory)
+    try:
+        found = await closed_sessions(
+            journal,
+            session_ids=set(arguments.session_ids) if arguments.session_ids else None,
+            before=None if older_than_s is None else time.time() - older_than_s,
+        )
+        if not arguments.yes and not _is_confirmed([session.session_id for session in found]):
+            return 1 if found else 0
+        await purge(journal, found)
+    finally:
+        await journal.close()
+    return _purged(len(found))
+
+
+def _is_confirmed(session_ids: Sequence[str]) -> bool:
+    """Whether there are sessions, and the user agrees to delete them."""
+    if not session_ids:
+        _purged(0)
+        return False
+    for session_id in session_ids[:_SHOWN]:
+        print(session_id)
+    if len(session_ids) > _SHOWN:
+        print(f"... and {len(session_ids) - _SHOWN:,} more")
+    if not sys.stdin.isatty():
+        raise ConfigError("stdin is not a terminal; pass --yes to confirm")
+    answer = input(f"delete {_counted(len(session_ids))} permanently? [y/N] ")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _purged(number: int) -> int:
+    print(f"purged {_counted(number)}" if number else "nothing to purge")
+    return 0
+
+
+def _counted(number: int) -> str:
+    return "1 session" if number == 1 else f"{number:,} sessions"
+
+
+def _age(text: str) -> float:
+    found = re.fullmatch(r"(\d+)([smhd])", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an age like 90s, 30m, 12h or 7d")
+    return float(found.group(1)) * _UNITS[found.group(2)]

@@ -78,7 +78,7 @@ def read_keys(path: str) -> Keys:
 def check_bind(address: str, keys: Keys, *, insecure: bool) -> None:
     """Refuse to open a door to the world without keys."""
     host = split_address(address)[0]
-    if keys or insecure or _is_loopback(host):
+    if keys or insecure or is_loopback(host):
         return
     raise ConfigError(
         f"refusing to listen on {address} without API keys: anyone could use it; "
@@ -104,7 +104,7 @@ def split_address(address: str) -> tuple[str, int]:
     return (host[1:-1] if is_ipv6 else host), int(port)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

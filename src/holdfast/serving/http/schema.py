@@ -180,18 +180,15 @@ def _decode_error(body: bytes, kind: Any, exc: Exception) -> InvalidArgument:
         return InvalidArgument(f"the request body is not valid: {exc}")
     try:
         value = json.loads(body, parse_int=_integer)
+        if where := _not_finite(value):
+            return InvalidArgument(f"{where} must be a finite number", param=where)
+        if isinstance(exc, msgspec.ValidationError):
+            return _refusal(value, kind, "")
     except RecursionError:
         return InvalidArgument("the request body is nested too deeply")
     except ValueError as error:
-        return InvalidArgument(f"the request body is not JSON: {error}")
-    if where := _not_finite(value):
-        return InvalidArgument(f"{where} must be a finite number", param=where)
-    if not isinstance(exc, msgspec.ValidationError):
-        return InvalidArgument(f"the request body is not JSON: {exc}")
-    try:
-        return _refusal(value, kind, "")
-    except RecursionError:
-        return InvalidArgument("the request body is nested too deeply")
+        exc = error
+    return InvalidArgument(f"the request body is not JSON: {exc}")
 
 
 def _integer(digits: str) -> int | float:

@@ -1,14 +1,19 @@
-"""What this machine has: libraries, devices, memory. Plain facts: judges nothing."""
+"""What this machine has: libraries, devices, memory, a data directory. Facts only; `checks.py` judges them."""
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import platform
 import re
+import shutil
+import sqlite3
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+
+from holdfast.sessions.journal.schema import MIGRATIONS
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -22,7 +27,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One of torch and MLX. `failure` says why it is installed but does not import."""
+    """torch or MLX. `version` is empty if it is not installed, `failure` says why it cannot be imported."""
 
     version: str = ""
     failure: str = ""
@@ -33,10 +38,24 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """None: the system does not tell."""
+    """`available_bytes` is None if the system does not report it."""
 
     total_bytes: int
     available_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataDirectory:
+    """`damage` says why an existing journal cannot be used."""
+
+    path: Path
+    exists: bool = False
+    is_writable: bool = False
+    is_in_use: bool = False
+    free_bytes: int = 0
+    num_open: int = 0
+    num_closed: int = 0
+    damage: str = ""
 
 
 def is_apple_silicon() -> bool:
@@ -62,7 +81,7 @@ def find_torch() -> Library:
             free_bytes, total_bytes = torch.cuda.mem_get_info(index)
             cuda.append(CudaDevice(torch.cuda.get_device_name(index), total_bytes, free_bytes))
         return Library(str(torch.__version__), num_threads=torch.get_num_threads(), cuda=tuple(cuda))
-    except (ImportError, OSError, RuntimeError) as exc:  # a library that it links to is absent, a driver is broken
+    except (ImportError, OSError, RuntimeError) as exc:  # a missing shared library, a broken driver
         return Library(_version("torch"), failure=_first_line(exc))
 
 
@@ -78,7 +97,7 @@ def find_mlx() -> Library:
 
 
 def find_memory() -> Memory:
-    """What this process may use: a container's limit counts where it is the smaller one."""
+    """What this process may use: a container's limit if that is smaller than the machine's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available: int | None = None
     with contextlib.suppress(OSError):
@@ -101,16 +120,68 @@ def available_in_meminfo(text: str) -> int | None:
 
 
 def available_in_vm_stat(text: str) -> int | None:
-    """macOS gives up inactive, speculative and purgeable pages to whoever asks."""
+    """macOS reclaims inactive, speculative and purgeable pages on demand."""
     size = re.search(r"page size of (\d+) bytes", text)
     kinds = re.findall(r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)\.", text, re.MULTILINE)
     return int(size[1]) * sum(map(int, kinds)) if size and kinds else None
 
 
 def left_in_cgroup(limit: int, used: int, stat: str) -> int:
-    """File pages that nobody touched lately count as used but are given up first."""
+    """Inactive file pages count as used, but are reclaimed first."""
     found = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
     return max(0, limit - used + (int(found[1]) if found else 0))
+
+
+def find_data(path: Path) -> DataDirectory:
+    """Changes nothing on disk. If `path` is missing, the directory that would contain it counts."""
+    base = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+    is_writable = base.is_dir() and os.access(base, os.W_OK | os.X_OK)
+    free_bytes = shutil.disk_usage(base).free
+    found = DataDirectory(path=path, exists=base == path, is_writable=is_writable, free_bytes=free_bytes)
+    if not (found.exists and is_writable):
+        return found
+    num_open, num_closed, damage = 0, 0, ""
+    database = path / "journal.db"
+    if database.exists():
+        try:
+            with contextlib.closing(_read_only(database)) as connection:
+                damage = _damage(connection)
+                count = "SELECT count(*) - count(closed_at), count(closed_at) FROM sessions"
+                num_open, num_closed = (0, 0) if damage else connection.execute(count).fetchone()
+        except sqlite3.Error as exc:
+            damage = str(exc)
+    else:
+        left_over = (name for name in ("journal.db-wal", "segments") if (path / name).exists())
+        damage = next((f"journal.db is missing, but {name} exists" for name in left_over), "")
+    is_in_use = _is_locked(path / "lock")
+    return replace(found, is_in_use=is_in_use, num_open=num_open, num_closed=num_closed, damage=damage)
+
+
+def _read_only(database: Path) -> sqlite3.Connection:
+    # Without a log nobody writes, and only `immutable` leaves no new files behind.
+    has_log = database.with_name("journal.db-wal").exists()
+    return sqlite3.connect(f"{database.absolute().as_uri()}?{'mode=ro' if has_log else 'immutable=1'}", uri=True)
+
+
+def _damage(connection: sqlite3.Connection) -> str:
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > len(MIGRATIONS):
+        return f"it has version {version}, and this Holdfast supports versions up to {len(MIGRATIONS)}"
+    problem: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    return "" if problem == "ok" else " ".join(problem.split())
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        file = lock.open("rb")
+    except OSError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _version(package: str) -> str:

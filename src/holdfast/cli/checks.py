@@ -1,0 +1,277 @@
+"""The checks of `holdfast doctor`: each finds ok, a warning, or a problem that would stop `holdfast serve`.
+
+Binds addresses for a moment and reads headers of model files; sends nothing, reads no weights.
+"""
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.chat.chat_model import load_chat
+from holdfast.chat.probe import Abilities
+from holdfast.cli.machine import DataDirectory, Library, Memory
+from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
+from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig, check_upstream
+from holdfast.engine import embedded
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.description import engine_info
+from holdfast.engine.slab import SlabShape
+from holdfast.engine.window import Window
+from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, ModelError
+from holdfast.models import Architecture, HFSource, ModelSource, open_model
+from holdfast.serving.keys import Keys, check_bind, check_free, read_keys, split_address
+
+Level = Literal["ok", "warning", "problem"]
+Device = Literal["cpu", "cuda", "mlx", ""]  # empty: an upstream computes
+
+_GB = 1_000_000_000
+_MB = 1_000_000
+_LITTLE_DISK_BYTES = _GB
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`says` is one sentence; unless the level is ok, it includes what to do."""
+
+    what: str
+    level: Level
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    name: str
+    path: str
+    architecture: Architecture
+    num_parameters: int
+    file_bytes: int
+    is_quantised: bool  # in the files and, on MLX, in memory
+
+    def sizes(self, dtype: str, device: Device, memory_bytes: int | None) -> Sizes:
+        arch, is_native = self.architecture, device == "cpu" and embedded.is_native(self.architecture, dtype)
+        weights = self.file_bytes if self.is_quantised else weight_bytes(arch, dtype, device, is_native=is_native)
+        return Sizes(weight_bytes=weights, token_bytes=token_bytes(arch, dtype), memory_bytes=memory_bytes)
+
+
+def chosen_device(asked: str, torch: Library, mlx: Library, *, is_apple_silicon: bool) -> Device:
+    """The device that `--device` selects on this machine."""
+    if asked == "mlx" or (asked == "auto" and is_apple_silicon and mlx.version):
+        return "mlx"
+    return "cuda" if asked == "cuda" or (asked == "auto" and torch.cuda) else "cpu"
+
+
+def check_native(variants: Sequence[str], device: Device) -> Finding:
+    """`variants`: the builds that this machine can run, best first."""
+    if variants:
+        return Finding("native engine", "ok", f"built for {variants[0]}")
+    level: Level = "warning" if device == "cpu" else "ok"
+    says = "not built, so the CPU uses torch, several times slower: install a C++ compiler, then reinstall holdfast"
+    return Finding("native engine", level, says)
+
+
+def check_torch(torch: Library, device: Device, *, is_needed: bool) -> Finding:
+    level: Level = "problem" if is_needed and device in ("cpu", "cuda") else "ok"
+    if torch.failure:
+        return Finding("torch", level, f"{torch.version} cannot be imported ({torch.failure}); reinstall it")
+    if not torch.version:
+        needed = "" if level == "problem" else ", and not needed for these settings"
+        return Finding("torch", level, f"not installed{needed}; to install it: pip install 'holdfast[torch]'")
+    found = [f"{one.name} with {one.free_bytes / _GB:.1f} of {one.total_bytes / _GB:.1f} GB free" for one in torch.cuda]
+    about = f"{torch.version}, {torch.num_threads} threads, {'; '.join(found) or 'no CUDA device'}"
+    if device == "cuda" and not torch.cuda:
+        return Finding("torch", "problem", f"{about}: use --device cpu, or install a driver and a torch with CUDA")
+    return Finding("torch", "ok", about)
+
+
+def check_mlx(mlx: Library, device: Device, *, is_apple_silicon: bool) -> Finding:
+    if mlx.failure:
+        level: Level = "problem" if device == "mlx" else "warning"
+        return Finding("MLX", level, f"{mlx.version} cannot be imported ({mlx.failure}); reinstall it")
+    install = "to install it: pip install 'holdfast[mlx]'"
+    if not mlx.version:
+        if device == "mlx":
+            return Finding("MLX", "problem", f"not installed, but --device mlx needs it; {install}")
+        if is_apple_silicon:
+            return Finding("MLX", "warning", f"not installed, so this Mac's GPU is not used; {install}")
+        return Finding("MLX", "ok", "not installed; it is only useful on a Mac")
+    about = f"{mlx.version} on the {mlx.default_device}"
+    if not is_apple_silicon:
+        level = "warning" if device == "mlx" else "ok"
+        return Finding("MLX", level, f"{about}, exact but slow on this machine; --device cpu or cuda is faster")
+    return Finding("MLX", "ok", f"{about}, {'selected' if device == 'mlx' else 'not selected'}")
+
+
+def check_extra(extra: str, adds: str, *, is_installed: bool) -> Finding:
+    if is_installed:
+        return Finding(extra, "ok", f"{adds}: installed")
+    return Finding(extra, "warning", f"{adds}: not installed; to install it: pip install 'holdfast[{extra}]'")
+
+
+def check_memory(memory: Memory) -> Finding:
+    total = f"{memory.total_bytes / _GB:.1f} GB"
+    if memory.available_bytes is None:
+        return Finding("memory", "warning", f"{total}; the system does not report how much is free, so leave some")
+    return Finding("memory", "ok", f"{memory.available_bytes / _GB:.1f} GB available of {total}")
+
+
+def check_data(data: DataDirectory | None) -> Finding:
+    what = "data directory"
+    if data is None:
+        return Finding(what, "ok", "none: sessions end with the server; pass --data-dir DIR to keep them")
+    other = "or pass another --data-dir"
+    if not data.is_writable:
+        return Finding(what, "problem", f"{data.path} cannot be written: make it a writable directory, {other}")
+    if data.is_in_use:
+        return Finding(what, "problem", f"{data.path} is in use by another server: stop that server, {other}")
+    if data.damage:
+        advice = "restore a backup, or move the directory away"
+        return Finding(what, "problem", f"the journal in {data.path} cannot be used ({data.damage}): {advice}")
+    record = f"{data.num_open} open sessions and {data.num_closed} closed" if data.exists else "will be created"
+    about = f"{data.path}: {record}, {data.free_bytes / _GB:.1f} GB free"
+    if data.free_bytes < _LITTLE_DISK_BYTES:
+        return Finding(what, "warning", f"{about}, which is little: free some space, {other}")
+    return Finding(what, "ok", about)
+
+
+def check_fit(sizes: Sizes, shape: SlabShape, num_sessions: int, snapshot_bytes: int, device: Device) -> Finding:
+    """`snapshot_bytes`: the host memory that snapshots of parked sessions may take later."""
+    what, slab = "sessions", sizes.slab_bytes(shape)
+    need = sizes.weight_bytes + num_sessions * slab
+    about = (
+        f"{num_sessions} slabs of {slab / _MB:,.0f} MB and {sizes.weight_bytes / _MB:,.0f} MB of weights "
+        f"take {need / _GB:.1f} GB"
+    )
+    fitting = sizes.num_fitting(shape)
+    if fitting is None or sizes.memory_bytes is None:
+        return Finding(what, "warning", f"{about}: make sure that this much is free")
+    if not fitting:
+        return Finding(what, "problem", f"{about}, and not even one slab fits: use a smaller model or lower --recent")
+    if fitting < num_sessions:
+        return Finding(what, "problem", f"{about}, but only {fitting} fit: lower --sessions to {fitting}, or --recent")
+    if device != "cuda" and need + RUNTIME_BYTES + snapshot_bytes > sizes.memory_bytes:
+        room = max(0, sizes.memory_bytes - need - RUNTIME_BYTES) // 2**20
+        more = "and snapshots of parked sessions may need more than is left"
+        return Finding(what, "warning", f"{about}, {more}: use --snapshot-memory-mb {room}")
+    return Finding(what, "ok", f"{about}; {fitting} would fit")
+
+
+def check_server(server: ServeConfig, upstream: UpstreamConfig) -> list[Finding]:
+    """Keys, TLS, addresses and the upstream; the upstream is not contacted."""
+    findings = []
+    keys = Keys()
+    try:
+        keys = read_keys(server.keys_file)
+    except ConfigError as exc:
+        findings.append(Finding("keys", "problem", str(exc)))
+    if server.tls_cert or server.tls_key:
+        findings.append(_check_certificate(server.tls_cert, server.tls_key))
+    findings.append(_check_address("gRPC address", server.grpc, keys, insecure=server.insecure))
+    if not server.http:
+        findings.append(Finding("HTTP address", "ok", "none; pass --http HOST:PORT to serve HTTP"))
+    elif server.http == server.grpc and not server.grpc.endswith(":0"):
+        says = f"{server.http} is also the gRPC address: choose another address"
+        findings.append(Finding("HTTP address", "problem", says))
+    else:
+        findings.append(_check_address("HTTP address", server.http, keys, insecure=server.insecure))
+    try:
+        check_upstream(server, upstream)
+        if upstream.upstream:
+            findings.append(Finding("upstream", "ok", f"{server.backend} at {upstream.upstream}, not contacted"))
+    except ConfigError as exc:
+        findings.append(Finding("upstream", "problem", str(exc)))
+    return findings
+
+
+def _check_address(what: str, address: str, keys: Keys, *, insecure: bool) -> Finding:
+    try:
+        check_bind(address, keys, insecure=insecure)
+        check_free(address)
+    except ConfigError as exc:
+        return Finding(what, "problem", str(exc))
+    is_any = split_address(address)[1] == 0
+    return Finding(what, "ok", f"{address} is {'any free port' if is_any else 'free'}")
+
+
+def _check_certificate(chain: str, key: str) -> Finding:
+    if not (chain and key):
+        return Finding("TLS", "problem", "--tls-cert and --tls-key must be given together")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key)
+    except ssl.SSLError:
+        return Finding("TLS", "problem", f"{chain} and {key} are not a certificate and its key: pass a pair in PEM")
+    except OSError as exc:
+        return Finding("TLS", "problem", f"cannot read {chain} or {key}: {exc.strerror}; pass files that can be read")
+    return Finding("TLS", "ok", f"{chain} and its key")
+
+
+def check_model(name: str, chat: ChatConfig | None, device: Device) -> tuple[ModelFacts | None, list[Finding]]:
+    """The facts, if the model can be opened. `chat` is None if the server has no HTTP endpoint."""
+    try:
+        source = open_model(name)
+        facts = _facts(source, has_weights=bool(device))
+        if facts.is_quantised and device in ("cpu", "cuda"):
+            raise ModelError(f"{source.path} is quantised for MLX; use --device mlx, or the original model")
+    except ModelError as exc:
+        return None, [Finding("model", "problem", str(exc))]
+    arch = facts.architecture
+    says = f"{facts.name}: {arch.family}, {facts.num_parameters / 1e6:,.0f} M parameters, context of {arch.context:,}"
+    findings = [Finding("model", "ok", says)]
+    if chat:
+        findings.append(_check_chat(source, chat))
+    return facts, findings
+
+
+def check_engine(model: ModelFacts, config: EngineConfig, dtype: str) -> tuple[SlabShape | None, Finding]:
+    """The shape of a slab, or None if there can be none."""
+    try:
+        if config.sink > config.max_pin:
+            raise ConfigError(f"sink {config.sink} is more than max_pin {config.max_pin}; raise --max-pin")
+        window = Window(sink=config.sink, recent=config.recent)
+        shape = embedded.slab_shape(config)
+        engine_info(model.name, model.architecture, digest="", dtype=dtype, shape=shape)
+    except InvalidArgument as exc:
+        return None, Finding("window", "problem", str(exc))
+    return shape, Finding("window", "ok", f"{window.sink} + {window.recent} tokens, weights in {dtype}")
+
+
+def check_abilities(abilities: Abilities) -> Finding:
+    """What a chat template renders by itself."""
+    roles = [role for role in ("system", "developer") if role in abilities.first_roles]
+    rendered = [*(["tools"] if abilities.has_tools else []), *(f"{role} messages" for role in roles)]
+    says = f"the template renders {', '.join(rendered) or 'user messages only'}"
+    if "developer" not in roles and "system" in roles:
+        says += "; developer messages become system messages"
+    if not abilities.has_tools:
+        says += "; tools are written into the system prompt"
+    if "system" not in roles:
+        return Finding("chat", "warning", f"{says}; system messages are refused: put them into user messages")
+    return Finding("chat", "ok", says)
+
+
+def _facts(source: ModelSource, *, has_weights: bool) -> ModelFacts:
+    architecture, is_quantised, file_bytes = source.architecture, False, 0
+    if has_weights:
+        file_bytes = sum(file.stat().st_size for file in source.weight_files)
+        if isinstance(source, HFSource):
+            is_quantised = bool((source.read_json("config.json") or {}).get("quantization"))
+            Checkpoint(source, "numpy")  # opening it checks that every file is complete
+    return ModelFacts(
+        name=source.name,
+        path=str(source.path),
+        architecture=architecture,
+        num_parameters=architecture.num_parameters,
+        file_bytes=file_bytes,
+        is_quantised=is_quantised,
+    )
+
+
+def _check_chat(source: ModelSource, config: ChatConfig) -> Finding:
+    try:
+        return check_abilities(load_chat(source, config, source.architecture.vocab_size).continuation.abilities)
+    except ConfigError as exc:
+        return Finding("chat", "problem", str(exc))
+    except ModelError as exc:
+        return Finding("chat", "warning", f"no OpenAI API: {exc}; pass --chat-template FILE")
+    except HoldfastError as exc:
+        return Finding("chat", "problem", str(exc))
