@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.chat.probe import Abilities
+from holdfast.chat.template_probe import Abilities
 from holdfast.cli import examination, main
 from holdfast.cli.data_directory import DataDirectory, look_at_data
 from holdfast.cli.diagnosis import (

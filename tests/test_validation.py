@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.backends.json_members import without
 from holdfast.backends.stream_reader import SGLangReader, VLLMReader
-from holdfast.backends.validation import MAX_DEPTH, Checked, check_sglang, check_vllm
+from holdfast.backends.validation import MAX_DEPTH, CheckedReply, check_sglang, check_vllm
 from holdfast.errors import UpstreamAborted, UpstreamError, UpstreamInvalid
 from tests.effort import examples
 
@@ -63,12 +63,12 @@ CONTENT: Path = (*CHOICE, "logprobs", "content")
 DELETE = object()
 
 
-def sglang(reply: Any, **options: Any) -> Checked:
+def sglang(reply: Any, **options: Any) -> CheckedReply:
     body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
     return check_sglang(body, vocab_size=VOCABULARY, **options)
 
 
-def vllm(reply: Any, **options: Any) -> Checked:
+def vllm(reply: Any, **options: Any) -> CheckedReply:
     body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
     return check_vllm(body, input_ids=PROMPT, vocab_size=VOCABULARY, **options)
 
@@ -190,7 +190,7 @@ def test_a_malformed_vllm_reply_is_refused(path: Path, value: Any) -> None:
         b"<html></html>",
     ],
 )
-def test_what_is_no_json_object_is_refused(check: Callable[[bytes], Checked], body: bytes) -> None:
+def test_what_is_no_json_object_is_refused(check: Callable[[bytes], CheckedReply], body: bytes) -> None:
     with pytest.raises(UpstreamInvalid):
         check(body)
 
@@ -367,7 +367,7 @@ def test_a_hundred_thousand_random_replies_are_refused_or_right() -> None:
         must_hold(lambda: check(bytes(body), asked=PAYLOAD_NAMES))  # noqa: B023
 
 
-def must_hold(check: Callable[[], Checked]) -> None:
+def must_hold(check: Callable[[], CheckedReply]) -> None:
     """Refused in our own words, or right in every respect."""
     try:
         done = check().completion

@@ -10,7 +10,7 @@ from holdfast.backends.refusal import refusal
 from holdfast.backends.stream_reader import SGLangReader
 from holdfast.backends.upstream import UpstreamBackend
 from holdfast.backends.upstream_stream import Opened
-from holdfast.backends.validation import Checked, Entry, check_sglang, decoded
+from holdfast.backends.validation import CheckedReply, Entry, check_sglang, decoded
 from holdfast.errors import UpstreamInvalid
 from holdfast.generation import SamplingParams
 from holdfast.sessions.ports import LogprobKind
@@ -28,7 +28,7 @@ class SGLangBackend(UpstreamBackend):
             fields |= {"return_routed_experts": True, "routed_experts_start_len": start}
         return fields
 
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> Checked:
+    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply:
         return check_sglang(
             body,
             vocab_size=self._model.vocab_size,

@@ -16,7 +16,7 @@ from holdfast.backends.passthrough import affinity, client_headers
 from holdfast.backends.transport import Transport
 from holdfast.backends.upstream_probe import probe
 from holdfast.backends.upstream_stream import Opened, UpstreamSequence, UpstreamStream
-from holdfast.backends.validation import Checked
+from holdfast.backends.validation import CheckedReply
 from holdfast.config import UpstreamConfig
 from holdfast.errors import (
     CapacityExhausted,
@@ -71,7 +71,7 @@ class UpstreamBackend(ABC):
         """The fields that we force."""
 
     @abstractmethod
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> Checked: ...
+    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply: ...
 
     @abstractmethod
     async def _open_stream(self, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]) -> Opened:

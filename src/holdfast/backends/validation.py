@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedReply:
     """A reply that is right. `body` is the client's copy."""
 
     completion: UpstreamCompletion
@@ -107,7 +107,7 @@ def check_sglang(
     asked: Collection[str] = (),
     keep_payloads: bool = False,
     kind: LogprobKind = LogprobKind.UNKNOWN,
-) -> Checked:
+) -> CheckedReply:
     """`asked` are the payloads that the request asked for on our own account."""
     reply = _decoded(body, _SGLANG)
     choice = _only(reply.choices)
@@ -134,7 +134,7 @@ def check_sglang(
         cut=() if keep_payloads else members,
         **{name: _payload(name, raws, body) for name, raws in found.items()},
     )
-    return Checked(completion, body if keep_payloads else client_body)
+    return CheckedReply(completion, body if keep_payloads else client_body)
 
 
 def check_vllm(
@@ -145,7 +145,7 @@ def check_vllm(
     asked: Collection[str] = (),
     keep_payloads: bool = False,
     kind: LogprobKind = LogprobKind.UNKNOWN,
-) -> Checked:
+) -> CheckedReply:
     """As `check_sglang`; the prompt must be the one that was sent, since vLLM may quietly render its own."""
     reply = _decoded(body, _VLLM)
     choice = _only(reply.choices)
@@ -174,7 +174,7 @@ def check_vllm(
         cut=() if keep_payloads else members,
         logprob_kind=kind,
     )
-    return Checked(completion, body if keep_payloads else client_body)
+    return CheckedReply(completion, body if keep_payloads else client_body)
 
 
 def check_sampled(tokens: Sequence[int], logprobs: Sequence[float], vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from holdfast.backends.refusal import NotServed, refusal
 from holdfast.backends.stream_reader import VLLMReader
 from holdfast.backends.upstream import UpstreamBackend
 from holdfast.backends.upstream_stream import Opened
-from holdfast.backends.validation import Checked, check_vllm, decoded
+from holdfast.backends.validation import CheckedReply, check_vllm, decoded
 from holdfast.errors import UpstreamInvalid
 from holdfast.generation import SamplingParams
 from holdfast.sessions.ports import LogprobKind
@@ -33,7 +33,7 @@ class VLLMBackend(UpstreamBackend):
             "top_logprobs": body.get("top_logprobs") or 0,
         }
 
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> Checked:
+    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply:
         return check_vllm(
             body,
             input_ids=input_ids,

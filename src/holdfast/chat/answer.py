@@ -13,7 +13,7 @@ from holdfast.generation import Sampled, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ReplyPiece:
     """What some tokens added to a reply. `calls` are in OpenAI's form, each whole."""
 
     content: str = ""
@@ -26,7 +26,7 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class AssistantReply:
     """Push every sampled token; once `is_stopped`, the reply is complete and no further token belongs to it."""
 
     tokenizer: Tokenizer
@@ -45,13 +45,13 @@ class Answer:
     def is_stopped(self) -> bool:
         return self.reader.stopped_by is not None
 
-    def push(self, token: Sampled) -> Piece:
+    def push(self, token: Sampled) -> ReplyPiece:
         self.tokens.append(token)
         piece = self._piece(self.reader.push(self._detokenizer.push(token.token)), (token,))
         self.num_reasoning += bool(piece.reasoning)
         return piece
 
-    def finish(self) -> Piece:
+    def finish(self) -> ReplyPiece:
         """What was held back until the end was certain."""
         held = self.reader.push(self._detokenizer.finish()) if not self.is_stopped else Delta()
         last = self.reader.finish()
@@ -74,14 +74,14 @@ class Answer:
             message["tool_calls"] = list(self._calls)
         return message
 
-    def _piece(self, delta: Delta, tokens: tuple[Sampled, ...]) -> Piece:
+    def _piece(self, delta: Delta, tokens: tuple[Sampled, ...]) -> ReplyPiece:
         calls = tuple(_with_id(call) for call in delta.calls)
         self._calls += calls
         if delta.content:
             self._content.append(delta.content)
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
-        return Piece(content=delta.content, reasoning=delta.reasoning, calls=calls, tokens=tokens)
+        return ReplyPiece(content=delta.content, reasoning=delta.reasoning, calls=calls, tokens=tokens)
 
 
 def _with_id(call: ToolCall) -> dict[str, Any]:

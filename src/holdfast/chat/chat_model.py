@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.chat.answer import Answer
+from holdfast.chat.answer import AssistantReply
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.grammar import Grammars
 from holdfast.chat.reasoning import ReasoningSplit
@@ -34,10 +34,10 @@ class ChatModel:
     def reasons(self) -> bool:
         return "<think>" in self.template.source
 
-    def answer(self, *, stop: Sequence[str] = (), tools: Tools = (), is_reasoning: bool = False) -> Answer:
+    def reply(self, *, stop: Sequence[str] = (), tools: Tools = (), is_reasoning: bool = False) -> AssistantReply:
         """A reader for one reply. `tools`: those that may be called."""
         split = ReasoningSplit(starts_open=is_reasoning) if self.reasons else None
-        return Answer(self.tokenizer, ReplyReader(stop, split, self._parser(tools) if tools else None))
+        return AssistantReply(self.tokenizer, ReplyReader(stop, split, self._parser(tools) if tools else None))
 
     def forced_call(self, tools: Tools, *, is_one: bool) -> Constraint:
         """A grammar of nothing but calls of `tools`, in the form that this model writes them. Blocks."""
@@ -61,9 +61,9 @@ class ChatModel:
         source = self.template.source if self.continuation.abilities.has_tools else ""
         return parser_for(source, [tool["function"]["name"] for tool in tools])
 
-    def text(self, *, stop: Sequence[str] = ()) -> Answer:
+    def text_reply(self, *, stop: Sequence[str] = ()) -> AssistantReply:
         """A reader for plain text: no roles, no reasoning, no calls."""
-        return Answer(self.tokenizer, ReplyReader(stop, None, None))
+        return AssistantReply(self.tokenizer, ReplyReader(stop, None, None))
 
 
 def load_chat(source: ModelSource, config: ChatConfig, vocab_size: int) -> ChatModel:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.chat.messages import Message
-from holdfast.chat.probe import SENTINEL, probe
 from holdfast.chat.rendering import Renderer, Tools
+from holdfast.chat.template_probe import SENTINEL, probe
 from holdfast.chat.tool_calls import hermes_system_block, render_call, render_result
 from holdfast.errors import InvalidArgument, ModelError
 

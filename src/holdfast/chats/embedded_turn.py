@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from holdfast.chat.answer import Piece
+from holdfast.chat.answer import ReplyPiece
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chats.control import Control
 from holdfast.chats.events import ChatRequest, ReplyEnd, TokenUsage, TurnRequest
@@ -29,7 +29,7 @@ class EmbeddedTurns:
 
     async def events(
         self, trajectory: Trajectory, prepared: PreparedTurn, asked: TurnRequest
-    ) -> AsyncGenerator[Piece | TurnResult, None]:
+    ) -> AsyncGenerator[ReplyPiece | TurnResult, None]:
         request, prompt = asked.request, prepared.prompt
         check_fits(len(prompt.ids), self._runtime.model, may_truncate=request.may_truncate)
         started_at, version = time.time(), self._control.weight_version
@@ -37,7 +37,7 @@ class EmbeddedTurns:
         if base is trajectory.tree.root:
             await self._pin(trajectory, request)
         tokens = prepared.parent.ids(since=base) + prompt.ids
-        answer = self._chat.answer(
+        answer = self._chat.reply(
             stop=request.stop,
             tools=request.callable_tools,
             is_reasoning=prompt.is_reasoning and request.params.constraint is None,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.chat.answer import Piece
+from holdfast.chat.answer import ReplyPiece
 from holdfast.chat.messages import Message
 from holdfast.chats.idempotency import IdempotencyKey
 from holdfast.generation import Sampled, SamplingParams
@@ -54,7 +54,7 @@ class ReplyEnd:
     seed: int = 0
 
 
-ReplyEvent = Piece | ReplyEnd
+ReplyEvent = ReplyPiece | ReplyEnd
 
 
 class ReplyWriter(Protocol):
@@ -98,4 +98,4 @@ class TurnRequest:
     ticket: IdempotencyKey
 
 
-TurnEvent = TurnStarted | Piece | ReplyEnd | TurnResponse
+TurnEvent = TurnStarted | ReplyPiece | ReplyEnd | TurnResponse

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from holdfast.chat.answer import Answer, Piece
+from holdfast.chat.answer import AssistantReply, ReplyPiece
 from holdfast.generation import Done, Sampled, SamplingParams, StopReason
 from holdfast.sessions.journal.entries import SessionKind
 from holdfast.sessions.runtime import Runtime
@@ -12,7 +12,7 @@ from holdfast.sessions.runtime import Runtime
 class ReplyStream:
     """One generation of one session, read as a reply. `pieces` once; then the rest tells what came of it."""
 
-    def __init__(self, runtime: Runtime, session_id: str, owner: str, answer: Answer) -> None:
+    def __init__(self, runtime: Runtime, session_id: str, owner: str, answer: AssistantReply) -> None:
         self.answer = answer
         self.done: Done | None = None  # None where a stop string cut it short
         self._runtime = runtime
@@ -26,7 +26,7 @@ class ReplyStream:
         *,
         expected_length: int | None = None,
         writes: SessionKind = "tokens",
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[ReplyPiece, None]:
         """The reply as it comes, the held-back rest included. Close it to cancel."""
         batches = self._runtime.generate(
             self._session_id, self._owner, params, tokens=tokens, expected_length=expected_length, writes=writes

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.chat.answer import Answer
+from holdfast.chat.answer import AssistantReply
 from holdfast.chats.events import ReplyEnd, ReplyEvent, TokenUsage
 from holdfast.chats.reply_stream import ReplyStream
 from holdfast.chats.window_check import check_fits
@@ -26,7 +26,7 @@ class StatelessRequest:
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
-    new_answer: Callable[[], Answer]
+    new_answer: Callable[[], AssistantReply]
     num_choices: int = 1
     may_truncate: bool = False
     pin_tokens: int | None = None
@@ -78,7 +78,9 @@ class StatelessReplies:
         with contextlib.suppress(SessionNotFound):  # closed by its owner meanwhile
             await self._runtime.close(session_id, owner)
 
-    async def _reply(self, owner: str, choice: _StatelessChoice, answer: Answer) -> AsyncGenerator[ReplyEvent, None]:
+    async def _reply(
+        self, owner: str, choice: _StatelessChoice, answer: AssistantReply
+    ) -> AsyncGenerator[ReplyEvent, None]:
         answering = ReplyStream(self._runtime, choice.session_id, owner, answer)
         pieces = answering.pieces(choice.params, () if choice.is_appended else choice.prompt)
         async with contextlib.aclosing(pieces):

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast.chat.answer import Piece
+from holdfast.chat.answer import ReplyPiece
 from holdfast.chat.messages import Message
 from holdfast.chats.events import ReplyEnd, TurnRequest, TurnResponse
 from holdfast.chats.trajectory import PreparedTurn, Trajectory
@@ -31,7 +31,7 @@ class TurnResult:
 class TurnSource(Protocol):
     def events(
         self, trajectory: Trajectory, prepared: PreparedTurn, asked: TurnRequest
-    ) -> AsyncGenerator[Piece | TurnResponse | TurnResult, None]:
+    ) -> AsyncGenerator[ReplyPiece | TurnResponse | TurnResult, None]:
         """The reply as it comes, and at the end what is to be recorded (or what was answered without a record)."""
 
     async def sync_history(self, trajectory: Trajectory, prepared: PreparedTurn, made: TurnResult) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from holdfast.chat.chat_model import load_chat
-from holdfast.chat.probe import Abilities
+from holdfast.chat.template_probe import Abilities
 from holdfast.cli.diagnosis import Device, Finding
 from holdfast.cli.sizing import Sizes, token_bytes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig

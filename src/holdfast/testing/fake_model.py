@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnToken:
     token: int
     logprob: float
     top: list[tuple[int, float]]  # the likeliest first
@@ -28,13 +28,13 @@ class FakeModel:
     decode: Callable[[Sequence[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
     scripted: deque[list[int]] = field(default_factory=deque)
 
-    def draw(self, prompt: Sequence[int], options: Mapping[str, Any], max_tokens: int) -> list[Drawn]:
+    def draw(self, prompt: Sequence[int], options: Mapping[str, Any], max_tokens: int) -> list[DrawnToken]:
         """Up to `max_tokens`, ending with the first that stops."""
         script = self.scripted.popleft() if self.scripted else None
         stops = set(options.get("stop_token_ids") or ())
         if not options.get("ignore_eos") and self.eos_token_id is not None:
             stops.add(self.eos_token_id)
-        drawn: list[Drawn] = []
+        drawn: list[DrawnToken] = []
         for index in range(len(script) if script is not None else max_tokens):
             history = [*prompt, *(d.token for d in drawn)]
             drawn.append(self._draw(history, options, script[index] if script is not None else None))
@@ -42,7 +42,7 @@ class FakeModel:
                 break
         return drawn
 
-    def _draw(self, history: Sequence[int], options: Mapping[str, Any], forced: int | None) -> Drawn:
+    def _draw(self, history: Sequence[int], options: Mapping[str, Any], forced: int | None) -> DrawnToken:
         digest = hashlib.blake2b(np.asarray(history, np.int64).tobytes(), digest_size=8).digest()
         source = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
         logits = source.standard_normal(self.vocab_size) * 2
@@ -55,4 +55,4 @@ class FakeModel:
         token = int(np.argmax(cooled + noise * (temperature > 0))) if forced is None else forced
         told = raw if self.logprob_kind == "raw" else sampling
         best = np.argsort(-told)[:20]
-        return Drawn(token, float(told[token]), [(int(i), float(told[i])) for i in best])
+        return DrawnToken(token, float(told[token]), [(int(i), float(told[i])) for i in best])

@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from holdfast.testing.fake_model import Drawn
-from holdfast.testing.fake_upstream import FakeUpstream, Json, Reply, need
+from holdfast.testing.fake_model import DrawnToken
+from holdfast.testing.fake_upstream import FakeReply, FakeUpstream, Json, need
 
 _SAMPLING = frozenset(
     {
@@ -30,7 +30,7 @@ class FakeSGLang(FakeUpstream):
 
     is_incremental = False
 
-    def _routes(self) -> dict[tuple[str, str], Callable[[Json, Reply], Awaitable[None]]]:
+    def _routes(self) -> dict[tuple[str, str], Callable[[Json, FakeReply], Awaitable[None]]]:
         return {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/generate"): self._generate,
@@ -38,7 +38,7 @@ class FakeSGLang(FakeUpstream):
             ("POST", "/tokenize"): self._tokenize,
         }
 
-    async def _chat(self, request: Json, reply: Reply) -> None:
+    async def _chat(self, request: Json, reply: FakeReply) -> None:
         max_tokens = self._check_chat(request, reply)
         prompt = self._check_prompt(request.get("input_ids"))
         need(request.get("return_meta_info") is True, "return_meta_info must be true")
@@ -71,7 +71,7 @@ class FakeSGLang(FakeUpstream):
         content = {"id": "chat-1", "object": "chat.completion", "created": 1, "model": self.model.name}
         await reply.send(content | {"choices": [choice], "usage": usage} | extension)
 
-    async def _generate(self, request: Json, reply: Reply) -> None:
+    async def _generate(self, request: Json, reply: FakeReply) -> None:
         prompt = self._check_prompt(request.get("input_ids"))
         options: Any = request.get("sampling_params")
         need(isinstance(options, dict), "sampling_params must be an object")
@@ -94,13 +94,15 @@ class FakeSGLang(FakeUpstream):
             events.append(self._event(prompt, drawn[:end], told, num_top, finish))
         await reply.stream(events, self.delay_s)
 
-    def _event(self, prompt: list[int], so_far: list[Drawn], told: list[Drawn], num_top: int, finish: Any) -> Json:
+    def _event(
+        self, prompt: list[int], so_far: list[DrawnToken], told: list[DrawnToken], num_top: int, finish: Any
+    ) -> Json:
         meta = self._meta(prompt, so_far) | {"finish_reason": finish, "output_token_logprobs": _entries(told)}
         if num_top:
             meta["output_top_logprobs"] = [[[p, i, None] for i, p in d.top[:num_top]] for d in told]
         return {"text": "", "output_ids": [d.token for d in told], "meta_info": meta}
 
-    def _meta(self, prompt: list[int], drawn: list[Drawn]) -> Json:
+    def _meta(self, prompt: list[int], drawn: list[DrawnToken]) -> Json:
         return {
             "id": "1",
             "prompt_tokens": len(prompt),
@@ -110,11 +112,11 @@ class FakeSGLang(FakeUpstream):
             "output_token_logprobs": _entries(drawn),
         }
 
-    def _finish(self, drawn: list[Drawn], max_tokens: int) -> Json:
+    def _finish(self, drawn: list[DrawnToken], max_tokens: int) -> Json:
         if len(drawn) >= max_tokens:
             return {"type": "length", "length": max_tokens}
         return {"type": "stop", "matched": drawn[-1].token if drawn else None}
 
 
-def _entries(drawn: list[Drawn]) -> list[list[Any]]:
+def _entries(drawn: list[DrawnToken]) -> list[list[Any]]:
     return [[d.logprob, d.token, f"<{d.token}>"] for d in drawn]

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from holdfast.testing.fake_model import Drawn, FakeModel
+from holdfast.testing.fake_model import DrawnToken, FakeModel
 
 Json = dict[str, Any]
 
@@ -49,13 +49,13 @@ class Seen:
         return content
 
 
-class Refused(Exception):
+class FakeRefusal(Exception):
     """A request that the real server would not take."""
 
 
 def need(condition: object, why: str) -> None:
     if not condition:
-        raise Refused(why)
+        raise FakeRefusal(why)
 
 
 class FakeUpstream(ABC):
@@ -93,14 +93,14 @@ class FakeUpstream(ABC):
         return [seen for seen in self.requests if seen.path == "/v1/chat/completions"]
 
     @abstractmethod
-    def _routes(self) -> dict[tuple[str, str], Callable[[Json, "Reply"], Awaitable[None]]]: ...
+    def _routes(self) -> dict[tuple[str, str], Callable[[Json, "FakeReply"], Awaitable[None]]]: ...
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.requests.append(
             Seen(request.method, request.path, request.rel_url.raw_query_string, dict(request.headers), body)
         )
-        reply = Reply(request, self.faults.popleft() if self.faults else Fault())
+        reply = FakeReply(request, self.faults.popleft() if self.faults else Fault())
         self.num_running += 1
         try:
             if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -110,7 +110,7 @@ class FakeUpstream(ABC):
             if handler is None:
                 return web.json_response({"detail": "Not Found"}, status=404)
             await handler(_object(body) if body else {}, reply)
-        except Refused as exc:
+        except FakeRefusal as exc:
             return web.json_response({"error": {"message": str(exc), "code": 400}}, status=400)
         except (asyncio.CancelledError, ConnectionError):
             self.num_left += 1
@@ -119,7 +119,7 @@ class FakeUpstream(ABC):
             self.num_running -= 1
         return reply.response
 
-    async def _draw(self, prompt: list[int], options: Mapping[str, Any], max_tokens: int) -> list[Drawn]:
+    async def _draw(self, prompt: list[int], options: Mapping[str, Any], max_tokens: int) -> list[DrawnToken]:
         drawn = self.model.draw(prompt, options, max_tokens)
         await asyncio.sleep(self.delay_s * len(drawn))
         return drawn
@@ -129,15 +129,15 @@ class FakeUpstream(ABC):
         need(all(type(i) is int and 0 <= i < self.model.vocab_size for i in ids), "a prompt id is no token")
         return list(ids)
 
-    async def _models(self, request: Json, reply: "Reply") -> None:
+    async def _models(self, request: Json, reply: "FakeReply") -> None:
         card = {"id": self.model.name, "object": "model", "max_model_len": self.model.context}
         await reply.send({"object": "list", "data": [card]})
 
-    async def _tokenize(self, request: Json, reply: "Reply") -> None:
+    async def _tokenize(self, request: Json, reply: "FakeReply") -> None:
         need(isinstance(request.get("prompt"), str), "prompt must be text")
         await reply.send({"tokens": list(request["prompt"].encode())})
 
-    def _check_chat(self, request: Json, reply: "Reply") -> int:
+    def _check_chat(self, request: Json, reply: "FakeReply") -> int:
         messages = request.get("messages")
         need(isinstance(messages, list) and messages, "messages must be a list")
         need(
@@ -153,7 +153,7 @@ class FakeUpstream(ABC):
         return int(max_tokens)
 
 
-class Reply:
+class FakeReply:
     """Sends what a handler says, or what its fault makes of it."""
 
     def __init__(self, request: web.Request, fault: Fault) -> None:
@@ -208,6 +208,6 @@ def _object(body: bytes) -> Json:
     try:
         content = json.loads(body)
     except ValueError as exc:
-        raise Refused(f"not JSON: {exc}") from exc
+        raise FakeRefusal(f"not JSON: {exc}") from exc
     need(isinstance(content, dict), "the body must be an object")
     return dict(content)

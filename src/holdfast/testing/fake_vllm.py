@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from holdfast.testing.fake_model import Drawn
-from holdfast.testing.fake_upstream import FakeUpstream, Json, Reply, need
+from holdfast.testing.fake_model import DrawnToken
+from holdfast.testing.fake_upstream import FakeReply, FakeUpstream, Json, need
 
 
 class FakeVLLM(FakeUpstream):
@@ -13,7 +13,7 @@ class FakeVLLM(FakeUpstream):
     has_generate = True
     honours_ids = True
 
-    def _routes(self) -> dict[tuple[str, str], Callable[[Json, Reply], Awaitable[None]]]:
+    def _routes(self) -> dict[tuple[str, str], Callable[[Json, FakeReply], Awaitable[None]]]:
         return {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._completions,
@@ -22,7 +22,7 @@ class FakeVLLM(FakeUpstream):
             ("POST", "/inference/v1/generate"): self._generate,
         }
 
-    async def _chat(self, request: Json, reply: Reply) -> None:
+    async def _chat(self, request: Json, reply: FakeReply) -> None:
         max_tokens = self._check_chat(request, reply)
         transfer = request.get("kv_transfer_params")
         need(isinstance(transfer, dict), "kv_transfer_params is missing")
@@ -49,7 +49,7 @@ class FakeVLLM(FakeUpstream):
         rest = {"choices": [choice], "usage": _usage(prompt, drawn), "prompt_token_ids": prompt}
         await reply.send(about | rest)
 
-    async def _completions(self, request: Json, reply: Reply) -> None:
+    async def _completions(self, request: Json, reply: FakeReply) -> None:
         prompt, max_tokens = self._check_prompt(request.get("prompt")), request.get("max_tokens", 16)
         need(type(request.get("logprobs")) is int, "logprobs must be a number")
         need(len(prompt) + max_tokens <= self.model.context, "the context is too long")
@@ -68,7 +68,7 @@ class FakeVLLM(FakeUpstream):
             events.append({"choices": [choice]})
         await reply.stream([*events, {"choices": [], "usage": _usage(prompt, drawn)}], self.delay_s)
 
-    async def _generate(self, request: Json, reply: Reply) -> None:
+    async def _generate(self, request: Json, reply: FakeReply) -> None:
         if not self.has_generate:
             error = {"message": "Scale-out endpoints are disabled.", "code": 403}
             await reply.send({"error": error}, status=403)
@@ -99,27 +99,27 @@ class FakeVLLM(FakeUpstream):
         need(request.get("return_token_ids") is True, "return_token_ids must be true")
         need(request.get("stream_options") == {"include_usage": True}, "usage must be asked for")
 
-    def _choice(self, drawn: list[Drawn], index: int, max_tokens: int, options: Json) -> Json:
+    def _choice(self, drawn: list[DrawnToken], index: int, max_tokens: int, options: Json) -> Json:
         is_last = index == len(drawn) - 1
         reason = _finish(drawn, max_tokens) if is_last else None
         stop = drawn[index].token if reason == "stop" and options.get("ignore_eos") else None
         return {"index": 0, "finish_reason": reason, "stop_reason": stop, "token_ids": [drawn[index].token]}
 
 
-def _finish(drawn: list[Drawn], max_tokens: int) -> str:
+def _finish(drawn: list[DrawnToken], max_tokens: int) -> str:
     return "length" if len(drawn) >= max_tokens else "stop"
 
 
-def _usage(prompt: list[int], drawn: list[Drawn]) -> Json:
+def _usage(prompt: list[int], drawn: list[DrawnToken]) -> Json:
     return {"prompt_tokens": len(prompt), "completion_tokens": len(drawn), "total_tokens": len(prompt) + len(drawn)}
 
 
-def _top(drawn: Drawn, num: int) -> list[tuple[int, float]]:
+def _top(drawn: DrawnToken, num: int) -> list[tuple[int, float]]:
     """The sampled token first, then the likeliest, as vLLM has it."""
     return list(dict([(drawn.token, drawn.logprob), *drawn.top[:num]]).items())
 
 
-def _lists(drawn: list[Drawn], num: int) -> dict[str, Any]:
+def _lists(drawn: list[DrawnToken], num: int) -> dict[str, Any]:
     return {
         "tokens": [f"token_id:{d.token}" for d in drawn],
         "token_logprobs": [d.logprob for d in drawn],

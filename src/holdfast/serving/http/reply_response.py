@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.chat.answer import Piece
+from holdfast.chat.answer import ReplyPiece
 from holdfast.chats.events import ReplyEnd
 from holdfast.chats.stateless import NumberedEvent
 from holdfast.errors import HoldfastError
@@ -83,7 +83,7 @@ async def _written(outgoing: Outgoing, with_usage: bool) -> AsyncGenerator[bytes
                 num_calls[index] = 0
                 if opening := writer.opening(index):
                     yield event(opening)
-            if isinstance(item, Piece):
+            if isinstance(item, ReplyPiece):
                 if chunk := writer.chunk(index, item, num_calls[index]):
                     yield event(chunk)
                 num_calls[index] += len(item.calls)
