@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from holdfast.chat.answer import ReplyPiece
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chats.control import Control
 from holdfast.chats.events import ChatRequest, ReplyEnd, TokenUsage, TurnRequest
 from holdfast.chats.history_sync import sync_to, uncommitted

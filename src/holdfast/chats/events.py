@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.chat.answer import ReplyPiece
 from holdfast.chat.messages import Message
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chats.idempotency import IdempotencyKey
 from holdfast.generation import Sampled, SamplingParams
 

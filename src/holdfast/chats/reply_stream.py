@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from holdfast.chat.answer import AssistantReply, ReplyPiece
+from holdfast.chat.reply import AssistantReply, ReplyPiece
 from holdfast.generation import Done, Sampled, SamplingParams, StopReason
 from holdfast.sessions.journal.entries import SessionKind
 from holdfast.sessions.runtime import Runtime

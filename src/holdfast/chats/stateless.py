@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.chat.answer import AssistantReply
+from holdfast.chat.reply import AssistantReply
 from holdfast.chats.events import ReplyEnd, ReplyEvent, TokenUsage
 from holdfast.chats.reply_stream import ReplyStream
 from holdfast.chats.window_check import check_fits

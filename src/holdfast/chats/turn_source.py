@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast.chat.answer import ReplyPiece
 from holdfast.chat.messages import Message
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chats.events import ReplyEnd, TurnRequest, TurnResponse
 from holdfast.chats.trajectory import PreparedTurn, Trajectory
 from holdfast.chats.tree import TurnFacts

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.detokenize import Detokenizer
 from holdfast.chat.messages import Message
+from holdfast.chat.tokenizer import Detokenizer
 from holdfast.cli.lines import Line
 from holdfast.errors import HoldfastError
 from holdfast.generation import Done, Sampled, SamplingParams, Truncated

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from holdfast.chat.answer import ReplyPiece
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.events import ReplyEnd, TokenUsage
 from holdfast.generation import Sampled

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.chat.answer import ReplyPiece
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chats.events import ReplyEnd
 from holdfast.chats.stateless import NumberedEvent
 from holdfast.errors import HoldfastError
