@@ -255,18 +255,10 @@ def _kept(headers: Iterable[tuple[str, str]], never: re.Pattern[str]) -> dict[st
     named = {part.strip().lower() for name, value in pairs if name == "connection" for part in value.split(",")}
     kept: dict[str, str] = {}
     for name, value in pairs:
-        if not never.fullmatch(name) and name not in named and _is_latin1(value):
+        is_latin1 = max(value, default="") <= "\xff"  # HTTP cannot carry anything else
+        if is_latin1 and name not in named and not never.fullmatch(name):
             kept.setdefault(name, value)
     return kept
-
-
-def _is_latin1(value: str) -> bool:
-    """Whether HTTP can carry the value."""
-    try:
-        value.encode("latin-1")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

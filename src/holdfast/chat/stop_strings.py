@@ -69,7 +69,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is certain to stand before any stop string; nothing after a match."""
+        """The text that certainly comes before any stop string; nothing after a match."""
         return self._until_match(self._search.push(text)) if self.matched is None else ""
 
     def finish(self) -> str:

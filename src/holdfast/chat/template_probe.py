@@ -44,7 +44,7 @@ _AFTER_CALL: list[list[Message]] = [
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """`after_text` and `after_call` are the synthetic prefixes that work after a text and after a tool call."""
+    """`after_text` and `after_call` are the prefixes that work after a text and after a tool call (None: no prefix)."""
 
     first_roles: frozenset[str]
     next_roles: frozenset[str]

@@ -93,7 +93,7 @@ class HermesParser:
 
     A call is an opening tag, one JSON object that calls one of `names`, and a closing tag, with white space in
     between. Where that breaks off, the text up to there is content, unchanged, and the search goes on. White space
-    next to calls is content only if text stands before and after them. Held back are a possible tag, what follows
+    next to calls is content only if there is text before and after them. Held back are a possible tag, what follows
     an opening tag, and white space.
     """
 

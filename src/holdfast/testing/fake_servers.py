@@ -83,18 +83,18 @@ class FakeSGLang(FakeUpstream):
         events = []
         for end in range(1, len(drawn) + 1):
             finish = _sglang_finish(drawn, max_tokens) if end == len(drawn) else None
-            told = drawn[end - 1 : end] if self.is_incremental else drawn[:end]
-            events.append(_sglang_event(prompt, drawn[:end], told, num_top, finish))
+            shown = drawn[end - 1 : end] if self.is_incremental else drawn[:end]
+            events.append(_sglang_event(prompt, drawn[:end], shown, num_top, finish))
         await reply.stream(events, self.delay_s)
 
 
 def _sglang_event(
-    prompt: list[int], so_far: list[DrawnToken], told: list[DrawnToken], num_top: int, finish: Any
+    prompt: list[int], so_far: list[DrawnToken], shown: list[DrawnToken], num_top: int, finish: Any
 ) -> Json:
-    meta = _sglang_meta(prompt, so_far) | {"finish_reason": finish, "output_token_logprobs": _entries(told)}
+    meta = _sglang_meta(prompt, so_far) | {"finish_reason": finish, "output_token_logprobs": _entries(shown)}
     if num_top:
-        meta["output_top_logprobs"] = [[[p, i, None] for i, p in d.top[:num_top]] for d in told]
-    return {"text": "", "output_ids": [d.token for d in told], "meta_info": meta}
+        meta["output_top_logprobs"] = [[[p, i, None] for i, p in d.top[:num_top]] for d in shown]
+    return {"text": "", "output_ids": [d.token for d in shown], "meta_info": meta}
 
 
 def _sglang_meta(prompt: list[int], drawn: list[DrawnToken]) -> Json:

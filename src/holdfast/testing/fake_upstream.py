@@ -71,9 +71,9 @@ class FakeModel:
         seed = options.get("seed", options.get("sampling_seed")) or 0
         noise = np.random.Generator(np.random.PCG64([seed, len(history)])).gumbel(size=self.vocab_size)
         token = int(np.argmax(cooled + noise * (temperature > 0))) if forced is None else forced
-        told = raw if self.logprob_kind == "raw" else sampling
-        best = np.argsort(-told)[:20]
-        return DrawnToken(token, float(told[token]), [(int(i), float(told[i])) for i in best])
+        returned = raw if self.logprob_kind == "raw" else sampling
+        best = np.argsort(-returned)[:20]
+        return DrawnToken(token, float(returned[token]), [(int(i), float(returned[i])) for i in best])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ class FakeReply:
     def _cut_off(self) -> None:
         if self.request.transport is not None:
             self.request.transport.abort()
-        raise ConnectionResetError("told to drop the connection")
+        raise ConnectionResetError("the fault drops the connection")
 
 
 Handlers = dict[tuple[str, str], Callable[[Json, FakeReply], Awaitable[None]]]
