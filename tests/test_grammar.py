@@ -17,7 +17,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from holdfast.backends.embedded import EmbeddedBackend
+from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.continuation import Continuation
 from holdfast.chat.grammar import Grammars
+from holdfast.chat.template import ChatTemplate, Renderer
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.engine.interface import Logits
 from holdfast.engine.sampling import Pick, sample_rows
@@ -319,7 +322,7 @@ def chained(depth: int) -> Schema:
         ({"type": "nonsense"}, "nonsense"),
         ({"not": {"type": "string"}}, "not"),
         ({"enum": []}, "Unsatisfiable"),
-        ({"$ref": "#"}, "no beginning"),
+        ({"$ref": "#"}, "no valid first token"),
         ({"$ref": "https://example.com/schema"}, "retriev"),
         ({"type": "string", "format": "nonsense"}, "nonsense"),
         ({"type": "string", "pattern": "("}, "regex"),
@@ -348,6 +351,22 @@ def test_the_tool_that_cannot_be_enforced_is_named(grammars: Grammars) -> None:
         grammars.tool_call([{"type": "function", "function": {"name": "bad", "parameters": {"type": "string"}}}])
     with pytest.raises(InvalidArgument, match="tool_choice"):
         grammars.tool_call(TOOLS, names=["nobody"])
+
+
+def test_a_forced_call_in_llamas_format_that_cannot_be_enforced_names_the_tools(
+    tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    template = ChatTemplate(
+        """{% if tools %}Answer with {"name": ..., "parameters": ...}: {{ tools | tojson }}{% endif %}"""
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    chat = ChatModel(tokenizer, template, Continuation(Renderer(template, tokenizer)), grammars)
+    call = '{"name": "look", "parameters": {"at": "left"}}'
+    assert spell(chat.forced_call(TOOLS[:1], is_one=True), tokenizer, call)[1]
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"not": {}}}}}}
+    with pytest.raises(InvalidArgument, match=r"tools cannot be enforced: .*not") as caught:
+        chat.forced_call([bad], is_one=True)
+    assert caught.value.param == "tools"
 
 
 def test_options_of_the_grammar_library_cannot_be_set_from_outside(grammars: Grammars, tokenizer: Tokenizer) -> None:

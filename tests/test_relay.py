@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.testing.fake_model import FakeModel
-from holdfast.testing.fake_sglang import FakeSGLang
-from holdfast.testing.fake_upstream import Fault
+from holdfast.testing.fake_servers import FakeSGLang
+from holdfast.testing.fake_upstream import FakeModel, Fault
 from tests.effort import examples
 from tests.relaying import Relay, relaying
 from tests.serving import default_chat

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.chat.reasoning import ReasoningSplit
-from holdfast.chat.reply import Delta, ReplyReader
+from holdfast.chat.reply import Delta, ReasoningSplit, ReplyReader
 from holdfast.chat.stop_strings import StopStrings
 from holdfast.chat.tool_calls import (
     HermesParser,

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.backends import passthrough
-from holdfast.backends.decode_queue import DecodeQueue
+from holdfast.backends import transport as transports
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import Transport
-from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
-from holdfast.backends.upstream_probe import probe
+from holdfast.backends.upstream import DecodeQueue, UpstreamBackend, probe, upstream_model_info
+from holdfast.bench.server import _Threads
 from holdfast.config import UpstreamConfig
 from holdfast.errors import (
     CapacityExhausted,
@@ -27,12 +26,11 @@ from holdfast.errors import (
     UpstreamUnreachable,
 )
 from holdfast.generation import Event, Sampled
+from holdfast.serving.http.error_response import response_for
 from holdfast.sessions.ports import LogprobKind, UpstreamReply
 from holdfast.sessions.runtime import Runtime
-from holdfast.testing.fake_model import FakeModel
-from holdfast.testing.fake_sglang import FakeSGLang
-from holdfast.testing.fake_upstream import FakeUpstream, Fault
-from holdfast.testing.fake_vllm import FakeVLLM
+from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
+from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault
 from tests.upstream_cases import MESSAGES, greedy, sglang, vllm
 
 PROMPT = [5, 9, 33, 7]
@@ -245,6 +243,10 @@ async def test_no_more_connections_than_allowed() -> None:
         assert (await tasks[2]).completion is not None
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await idle(fake)
+        fake.delay_s, fake.most_running = 0.005, 0
+        await asyncio.gather(*(chat(backend) for _ in range(8)))
+        assert fake.most_running == 2
 
 
 async def test_every_outcome_is_counted() -> None:
@@ -279,7 +281,7 @@ async def test_a_stated_logprob_kind_must_be_what_is_seen() -> None:
                 assert (await probe(backend)).logprob_kind is found
                 assert (await chat(backend)).completion.logprob_kind is found
     async with sglang(FakeSGLang(FakeModel(logprob_kind="raw")), logprob_kind="sampling") as (backend, _):
-        with pytest.raises(ConfigError, match="seen to tell raw"):
+        with pytest.raises(ConfigError, match="returns raw logprobs"):
             await probe(backend)
 
 
@@ -288,7 +290,7 @@ async def test_a_server_that_renders_its_own_prompt_fails_the_probe() -> None:
         fake.faults.extend(
             [Fault(), Fault(edit=lambda reply: reply["choices"][0]["meta_info"].update(prompt_tokens=9))]
         )
-        with pytest.raises(UpstreamInvalid, match="takes no token ids"):
+        with pytest.raises(UpstreamInvalid, match="ignores our token ids"):
             await probe(backend)
 
 
@@ -422,6 +424,22 @@ async def test_a_stream_that_fails_later_keeps_what_was_sampled(fault: Fault, er
             await collected(runtime, session.session_id)
 
 
+@pytest.mark.parametrize(
+    ("told", "seconds"), [({"retry-after": "7"}, 7), ({"retry-after": "Fri, 31 Dec 2027 23:59:59 GMT"}, 1), ({}, 1)]
+)
+async def test_when_to_retry_is_told_as_the_upstream_says_it(pair: Pair, told: dict[str, str], seconds: int) -> None:
+    backend, fake = pair
+    fake.faults.append(Fault(status=503, body=b"busy", headers=told))
+    runtime = Runtime(backend)
+    session = await runtime.create("owner", tokens=PROMPT)
+    with pytest.raises(UpstreamAborted) as caught:
+        await collected(runtime, session.session_id)
+    response = response_for(caught.value)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == str(seconds)
+    assert json.loads(response.body)["error"]["retry_after_s"] == str(seconds)
+
+
 async def test_a_caller_who_leaves_closes_the_upstream_stream(pair: Pair) -> None:
     backend, fake = pair
     fake.delay_s = 0.002
@@ -493,14 +511,14 @@ async def collected(runtime: Runtime, session_id: str, *, tokens: Any = (), max_
     ],
 )
 def test_only_listed_paths_are_open(method: str, path: str, target: str | None) -> None:
-    routes = passthrough.parse_routes("get:metrics, POST:/v1/score")
-    assert passthrough.match(routes, method, path) == target
+    routes = transports.parse_routes("get:metrics, POST:/v1/score")
+    assert transports.match_route(routes, method, path) == target
 
 
 @pytest.mark.parametrize("text", ["metrics", "GET:", "GET:a//b", "GET:../x", "GET:a b", "G ET:x", ":x"])
 def test_a_route_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
-        passthrough.parse_routes(text)
+        transports.parse_routes(text)
 
 
 async def test_forwarding_filters_headers_both_ways() -> None:
@@ -522,7 +540,7 @@ async def test_forwarding_filters_headers_both_ways() -> None:
             "Content-Type": "application/json",
             "X-Kept": "yes",
         }
-        reply = await passthrough.forward(
+        reply = await transports.forward(
             transport,
             "post",
             "/tokenize",
@@ -549,11 +567,11 @@ async def test_forwarding_filters_headers_both_ways() -> None:
     }
 
 
-# The lane
+# Decoding
 
 
 async def test_large_bodies_are_decoded_one_a_pass_of_the_loop() -> None:
-    lane = DecodeQueue(inline_bytes=10)
+    queue = DecodeQueue(inline_bytes=10)
     order: list[str] = []
 
     async def ticking() -> None:
@@ -561,16 +579,16 @@ async def test_large_bodies_are_decoded_one_a_pass_of_the_loop() -> None:
             order.append("tick")
             await asyncio.sleep(0)
 
-    work = [lane.decode(lambda: order.append("decoded"), 11) for _ in range(4)]
+    work = [queue.decode(lambda: order.append("decoded"), 11) for _ in range(4)]
     await asyncio.gather(ticking(), *work)
     first, last = order.index("decoded"), len(order) - order[::-1].index("decoded")
     between = order[first:last]
     assert all(pair != ("decoded", "decoded") for pair in itertools.pairwise(between))
-    assert await lane.decode(lambda: 5, 10) == 5
+    assert await queue.decode(lambda: 5, 10) == 5
 
 
-async def test_the_pool_is_bounded_and_its_queue_can_be_cancelled() -> None:
-    lane = DecodeQueue(cpu_workers=2)
+async def test_the_threads_of_the_bench_are_bounded_and_their_queue_can_be_cancelled() -> None:
+    queue = _Threads(2)
     loop, gate = asyncio.get_running_loop(), asyncio.Event()
     started: list[int] = []
 
@@ -578,14 +596,13 @@ async def test_the_pool_is_bounded_and_its_queue_can_be_cancelled() -> None:
         started.append(1)
         asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(5)
 
-    tasks = [asyncio.ensure_future(lane.offload(hold)) for _ in range(4)]
+    tasks = [asyncio.ensure_future(queue.decode(hold, 0)) for _ in range(4)]
     while len(started) < 2:
         await asyncio.sleep(0.001)
     tasks[3].cancel()
     gate.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert len(started) == 3
-    lane.close()
 
 
 async def test_a_backend_starts_and_stops_as_a_server_does_it() -> None:

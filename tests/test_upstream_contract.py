@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast.backends.upstream_probe import probe
+from holdfast.backends.upstream import probe
 from holdfast.errors import InvalidArgument, SessionBusy, SessionNotFound
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.sessions.ports import LogprobKind
@@ -156,7 +156,10 @@ async def test_closing_ends_what_runs(case: Case) -> None:
         with pytest.raises(SessionBusy):
             await case.backend.append(handle, [1])
         reading = asyncio.ensure_future(_last(stream))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            while case.backend.view(handle).history_length < len(case.prompt) + 3:
+                await asyncio.sleep(0.001)
+        assert not reading.done()
         assert await case.backend.close(handle) > len(case.prompt)
         last = await reading
     assert isinstance(last, Done)
@@ -170,7 +173,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_not_kept(case: Case) -> 
     handle = await case.backend.open(sink=0)
     await case.backend.append(handle, case.prompt)
     stream = case.backend.generate(handle, greedy(2), case.too_long)
-    with pytest.raises(InvalidArgument, match="upstream refuses"):
+    with pytest.raises(InvalidArgument, match="upstream rejected"):
         await stream.__aenter__()
     await stream.__aexit__(None, None, None)
     assert case.backend.view(handle).history_length == len(case.prompt)

@@ -6,13 +6,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.backends.json_members import without
-from holdfast.backends.stream_reader import SGLangReader, VLLMReader
-from holdfast.backends.validation import MAX_DEPTH, Checked, check_sglang, check_vllm
+from holdfast.backends.json_members import place_of, without
+from holdfast.backends.sglang import SGLangReader
+from holdfast.backends.validation import MAX_DEPTH, CheckedReply, check_sglang, check_vllm
+from holdfast.backends.vllm import VLLMReader
 from holdfast.errors import UpstreamAborted, UpstreamError, UpstreamInvalid
 from tests.effort import examples
 
@@ -63,12 +65,12 @@ CONTENT: Path = (*CHOICE, "logprobs", "content")
 DELETE = object()
 
 
-def sglang(reply: Any, **options: Any) -> Checked:
+def sglang(reply: Any, **options: Any) -> CheckedReply:
     body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
     return check_sglang(body, vocab_size=VOCABULARY, **options)
 
 
-def vllm(reply: Any, **options: Any) -> Checked:
+def vllm(reply: Any, **options: Any) -> CheckedReply:
     body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
     return check_vllm(body, input_ids=PROMPT, vocab_size=VOCABULARY, **options)
 
@@ -190,7 +192,7 @@ def test_a_malformed_vllm_reply_is_refused(path: Path, value: Any) -> None:
         b"<html></html>",
     ],
 )
-def test_what_is_no_json_object_is_refused(check: Callable[[bytes], Checked], body: bytes) -> None:
+def test_what_is_no_json_object_is_refused(check: Callable[[bytes], CheckedReply], body: bytes) -> None:
     with pytest.raises(UpstreamInvalid):
         check(body)
 
@@ -260,6 +262,15 @@ def test_only_the_payloads_that_we_asked_for_are_cut_and_every_other_byte_stays(
     assert sglang(body).completion.routed_experts is None
 
 
+def test_a_value_that_is_no_view_into_the_body_has_no_place_in_it() -> None:
+    body = b'{"a": [1, 2], "b": [1, 2]}'
+    values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    assert [place_of(values[name], body) for name in "ab"] == [(6, 12), (19, 25)]
+    for value, other in ((msgspec.Raw(b"[1, 2]"), body), (values["a"], bytes(bytearray(body))), (values["a"], b"[")):
+        with pytest.raises(RuntimeError, match="not a view into the body"):
+            place_of(value, other)
+
+
 def test_a_payload_may_be_a_list() -> None:
     body = json.dumps(changed(SGLANG, (*META, "indexer_topk"), [[1, 2], [3]])).encode()
     checked = sglang(body, asked=PAYLOAD_NAMES)
@@ -269,7 +280,7 @@ def test_a_payload_may_be_a_list() -> None:
 
 @pytest.mark.parametrize("payload", [1, True, {}, 1.5])
 def test_a_payload_that_is_neither_text_nor_list_is_refused(payload: Any) -> None:
-    with pytest.raises(UpstreamInvalid, match="neither text nor a list"):
+    with pytest.raises(UpstreamInvalid, match="must be a string or a list"):
         sglang(changed(SGLANG, (*META, "routed_experts"), payload), asked=PAYLOAD_NAMES)
 
 
@@ -367,7 +378,7 @@ def test_a_hundred_thousand_random_replies_are_refused_or_right() -> None:
         must_hold(lambda: check(bytes(body), asked=PAYLOAD_NAMES))  # noqa: B023
 
 
-def must_hold(check: Callable[[], Checked]) -> None:
+def must_hold(check: Callable[[], CheckedReply]) -> None:
     """Refused in our own words, or right in every respect."""
     try:
         done = check().completion
@@ -429,7 +440,7 @@ def test_a_stream_that_takes_back_a_token_is_refused() -> None:
     follow = reader("sglang")
     follow.read(json.dumps(EVENT).encode())
     entries = [[-1.0, 6, "y"], [-1.0, 7, "z"]]
-    with pytest.raises(UpstreamInvalid, match="takes back"):
+    with pytest.raises(UpstreamInvalid, match="already streamed"):
         follow.read(json.dumps({"meta_info": {"completion_tokens": 2, "output_token_logprobs": entries}}).encode())
 
 

@@ -11,10 +11,8 @@ from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.config import UpstreamConfig
 from holdfast.generation import Done, Event, Sampled, SamplingParams
-from holdfast.testing.fake_model import FakeModel
-from holdfast.testing.fake_sglang import FakeSGLang
-from holdfast.testing.fake_upstream import FakeUpstream
-from holdfast.testing.fake_vllm import FakeVLLM
+from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
+from holdfast.testing.fake_upstream import FakeModel, FakeUpstream
 
 REAL_VLLM = os.environ.get("HOLDFAST_TEST_VLLM", "")
 NAMES: tuple[str, ...] = ("sglang", "sglang_incremental", "vllm", "vllm_completions")

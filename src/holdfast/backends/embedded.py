@@ -14,14 +14,14 @@ from holdfast.sessions.ports import BackendView, ModelInfo
 
 
 class EmbeddedBackend:
-    """The worker behind the port that sessions know. Starts and stops with `start` and `stop`."""
+    """The engine's worker as the backend that sessions call. `start` it before use and `stop` it at the end."""
 
     def __init__(self, worker: Worker, model: ModelInfo) -> None:
         self._worker = worker
         self._model = model
 
     async def prepare(self) -> None:
-        """Nothing to find out: the engine is ours."""
+        """Nothing to do: the model is known."""
 
     def start(self) -> None:
         self._worker.start()
@@ -32,7 +32,7 @@ class EmbeddedBackend:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine's thread is gone, if nobody asked it to go."""
+        """The error that ended the engine's thread, if it was not stopped."""
         return self._worker.failure
 
     @property
@@ -74,7 +74,7 @@ class EmbeddedBackend:
     def view(self, handle: int) -> BackendView:
         try:
             info = self._worker.info(handle)
-        except SessionNotFound as exc:  # handles of open sessions last as long as the engine does
+        except SessionNotFound as exc:  # an open session keeps its handle until the engine stops
             raise Draining("the engine has stopped") from exc
         return BackendView(
             history_length=info.history_length,
@@ -88,7 +88,7 @@ class EmbeddedBackend:
 
 
 def describe(source: ModelSource, config: EngineConfig, worker: Worker) -> ModelInfo:
-    """The model as clients may see it."""
+    """What clients are told about the model."""
     info = worker.engine.info
     return ModelInfo(
         name=source.name,

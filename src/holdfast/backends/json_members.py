@@ -1,4 +1,4 @@
-"""Members cut out of a JSON text, every other byte left as it is. Nothing is parsed or written anew."""
+"""Members cut out of a JSON text, every other byte left as it is. Nothing is parsed or written again."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,19 @@ _SPACE = b" \t\r\n"
 
 
 def place_of(value: Raw, body: bytes) -> ByteRange:
-    """Where in `body`, which it was decoded from, a value begins and ends."""
+    """Where in `body`, from which it was decoded, a value starts and ends.
+
+    Computed from addresses, because a Raw is a view into `body` without an offset, and a search could find other text.
+    """
     start = _address(value) - _address(body)
-    return start, start + len(memoryview(value))
+    end = start + len(memoryview(value))
+    if not (0 <= start <= end <= len(body) and body.startswith(memoryview(value), start)):
+        raise RuntimeError("the value is not a view into the body; msgspec.Raw has changed")
+    return start, end
 
 
 def members_at(body: bytes, values: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
-    """Where the members with these values begin and end, in order, each with a comma that no other has."""
+    """Where the members with these values start and end, in order, each with a comma that no other one includes."""
     members: list[ByteRange] = []
     for start, end in sorted(values):
         members.append(_member(body, start, end, free_from=members[-1][1] if members else 0))
@@ -25,7 +31,7 @@ def members_at(body: bytes, values: Iterable[ByteRange]) -> tuple[ByteRange, ...
 
 
 def without(body: bytes, places: Iterable[ByteRange]) -> bytes:
-    """`body` less these places, which come in order."""
+    """`body` without these places, which must be in order."""
     pieces = []
     at = 0
     for start, end in places:
@@ -48,6 +54,5 @@ def _member(body: bytes, start: int, end: int, *, free_from: int) -> ByteRange:
 
 
 def _address(part: bytes | Raw) -> int:
-    """Where in memory `part` is: a Raw is a view into the decoded bytes, so the difference is its offset."""
     address: int = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
     return address

@@ -1,4 +1,4 @@
-"""SGLang as the upstream: its fields on the way out, its format on the way back."""
+"""SGLang as the upstream: the fields of its requests, the format of its replies and streams."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,12 +6,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from holdfast.backends.refusal import refusal
-from holdfast.backends.stream_reader import SGLangReader
-from holdfast.backends.upstream import UpstreamBackend
-from holdfast.backends.upstream_stream import Opened
-from holdfast.backends.validation import Checked, Entry, check_sglang, decoded
-from holdfast.errors import UpstreamInvalid
+from holdfast.backends.upstream import UpstreamBackend, read_event, sampling_fields, with_logprobs
+from holdfast.backends.upstream_sequences import Opened, StreamPiece
+from holdfast.backends.validation import CheckedReply, Entry, check_sampled, check_sglang
+from holdfast.errors import UpstreamAborted, UpstreamInvalid
 from holdfast.generation import SamplingParams
 from holdfast.sessions.ports import LogprobKind
 
@@ -28,7 +26,7 @@ class SGLangBackend(UpstreamBackend):
             fields |= {"return_routed_experts": True, "routed_experts_start_len": start}
         return fields
 
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> Checked:
+    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply:
         return check_sglang(
             body,
             vocab_size=self._model.vocab_size,
@@ -50,47 +48,85 @@ class SGLangBackend(UpstreamBackend):
         reader = SGLangReader(vocab_size=self._model.vocab_size, num_prompt=len(prompt), num_top=params.top_logprobs)
         return events, reader
 
-    async def two_best(self, prompt: list[int], temperature: float) -> tuple[float, float]:
+    async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
         request = {
             "input_ids": prompt,
             "sampling_params": {"temperature": temperature, "max_new_tokens": 1},
             "return_logprob": True,
             "top_logprobs_num": 2,
         }
-        answer = await self.transport.post(GENERATE, request | self._extra, {})
-        if answer.status != 200:
-            raise refusal(answer.status, answer.body)
-        tops = decoded(answer.body, _PROBED).meta_info.output_top_logprobs
-        if not tops or len(tops[0]) < 2:
-            raise UpstreamInvalid("two logprobs were asked for and did not come")
-        return tops[0][0].logprob, tops[0][1].logprob
+        tops = (await self._ask(GENERATE, request, _EVENT)).meta_info.output_top_logprobs
+        return [entry.logprob for entry in (tops and tops[0]) or []]
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     ends = sorted(params.eos_token_ids | params.stop_token_ids)
-    return {
+    return sampling_fields(params) | {
         "max_new_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
         "top_k": params.top_k or -1,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
         "sampling_seed": (params.seed + params.choice) % 2**63,
         "stop_token_ids": ends or None,
-        "ignore_eos": not ends,  # it would ignore stop tokens with it
-        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
-        "skip_special_tokens": False,
+        "ignore_eos": not ends,  # with it SGLang would ignore stop tokens too
     }
 
 
-class _ProbeMeta(Struct):
-    output_top_logprobs: list[list[Entry]]
+class _Finish(Struct):
+    type: str
+    matched: Any = None
+    message: Any = None
 
 
-class _SGLangProbe(Struct):
-    meta_info: _ProbeMeta
+class _StreamMeta(Struct):
+    completion_tokens: int
+    output_token_logprobs: list[Entry]
+    output_top_logprobs: list[list[Entry] | None] | None = None
+    finish_reason: _Finish | None = None
+    prompt_tokens: Any = None
+    cached_tokens: Any = None
 
 
-_PROBED = msgspec.json.Decoder(_SGLangProbe)
+class _SGLangEvent(Struct):
+    meta_info: _StreamMeta
+
+
+_EVENT = msgspec.json.Decoder(_SGLangEvent)
+
+
+class SGLangReader:
+    """`/generate`: each event has all tokens so far, or only the new ones, depending on how the server was started."""
+
+    def __init__(self, *, vocab_size: int, num_prompt: int, num_top: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_prompt = num_prompt
+        self._num_top = num_top
+        self._num_seen = 0
+        self._last: int | None = None
+
+    def read(self, data: bytes) -> StreamPiece:
+        meta = read_event(data, _EVENT, status=400).meta_info  # SGLang sends an error event only for a wrong request
+        if meta.finish_reason and meta.finish_reason.type == "abort":
+            reason = meta.finish_reason.message or "no reason given"
+            raise UpstreamAborted(f"the upstream aborted the generation: {reason}")
+        if type(meta.prompt_tokens) is int and meta.prompt_tokens != self._num_prompt:
+            raise UpstreamInvalid(f"{self._num_prompt} prompt tokens were sent, {meta.prompt_tokens} were read")
+        entries, tops = meta.output_token_logprobs, meta.output_top_logprobs or []
+        num_new = meta.completion_tokens - self._num_seen
+        repeats = len(entries) == meta.completion_tokens
+        if num_new < 0 or not (repeats or len(entries) == num_new):
+            raise UpstreamInvalid(f"completion_tokens is {meta.completion_tokens}, but {len(entries)} logprobs came")
+        if repeats and self._num_seen:
+            if entries[self._num_seen - 1].token != self._last:
+                raise UpstreamInvalid("the upstream changed a token that it had already streamed")
+            entries, tops = entries[self._num_seen :], tops[self._num_seen :]
+        tokens, logprobs = [e.token for e in entries], [e.logprob for e in entries]
+        check_sampled(tokens, logprobs, self._vocab_size)
+        self._num_seen = meta.completion_tokens
+        self._last = tokens[-1] if tokens else self._last
+        best = [tuple((e.token, e.logprob) for e in top or [])[: self._num_top] for top in tops]
+        matched = meta.finish_reason.matched if meta.finish_reason else None
+        return StreamPiece(
+            sampled=with_logprobs(tokens, logprobs, best),
+            finish=meta.finish_reason.type if meta.finish_reason else None,
+            matched=matched if type(matched) is int else None,
+            num_cached=meta.cached_tokens if type(meta.cached_tokens) is int else 0,
+        )

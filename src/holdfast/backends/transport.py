@@ -1,33 +1,61 @@
-"""Requests to the upstream server over one pool of connections. Knows HTTP, nothing of tokens or sessions."""
+"""HTTP to the upstream server: one pool of connections, which headers cross, which paths clients may reach.
+
+Knows nothing of tokens.
+"""
 
 import contextlib
+import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import aiohttp
 import msgspec
 from yarl import URL
 
-from holdfast.backends.refusal import refusal
 from holdfast.config import UpstreamConfig
 from holdfast.errors import (
     ConfigError,
+    HoldfastError,
     InvalidArgument,
+    UpstreamAborted,
     UpstreamError,
     UpstreamInvalid,
     UpstreamTimeout,
     UpstreamUnreachable,
 )
+from holdfast.sessions.ports import UpstreamReply
+
+ROUTING_KEY = "x-smg-routing-key"
+
+Routes = frozenset[tuple[str, str]]  # method and path
+
+ROUTES: Routes = frozenset({("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize")})
 
 _CONNECT_TIMEOUT_S = 10.0
-_KEEPALIVE_S = 4.0  # uvicorn closes idle connections after 5: let go of them first, a POST is never sent twice
+_KEEPALIVE_S = 4.0  # below uvicorn's 5, so that we close idle connections first: a POST is never sent twice
+_SHOWN_BYTES = 500
+_MAX_RETRY_DIGITS = 6
+
+_HOP_BY_HOP = "connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade"
+_NEVER_SENT = re.compile(
+    f"{_HOP_BY_HOP}|accept-encoding|authorization|content-length|cookie|expect|forwarded|host|idempotency-key|sec-.*|"
+    f"user-agent|x-api-key|x-forwarded-.*|x-real-ip|{ROUTING_KEY}"
+)
+# `location`: redirects are not followed, and clients must not learn the upstream's address.
+_NEVER_RETURNED = re.compile(f"{_HOP_BY_HOP}|content-encoding|content-length|date|location|server|set-cookie2?")
+_PLAIN_PATH = re.compile(r"/[A-Za-z0-9._~!$&'()*+,;=:@-]+(?:/[A-Za-z0-9._~!$&'()*+,;=:@-]+)*")
+
+
+class NotServed(UpstreamInvalid):
+    """The upstream does not serve this path, or was started without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawResponse:
-    """A whole reply, its headers as they came."""
+    """A whole response, its headers as they came."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
@@ -52,27 +80,28 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         query: str = "",
     ) -> RawResponse:
-        """The reply, whatever its status. Cancelling closes the connection."""
+        """The response, whatever its status. Cancelling closes the connection."""
         with _translated(self._base):
             async with self._send(method, path, body, headers or {}, query) as response:
                 content = await self._read(response)
                 return RawResponse(response.status, tuple(response.headers.items()), content)
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> RawResponse:
-        """A JSON body out, the reply back."""
-        return await self.request("POST", path, body=encoded(body), headers=_json(headers))
+        """The response to a JSON body."""
+        return await self.request("POST", path, body=_encoded(body), headers=_json(headers))
 
     async def stream(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> "Events":
-        """The server-sent events of one request, begun and to be closed by the caller.
+        """The server-sent events of one request, which the caller must close.
 
-        A status other than 200 raises: InvalidArgument where our caller is at fault, UpstreamError otherwise.
+        A status other than 200 raises: InvalidArgument if the request was wrong, UpstreamError otherwise.
         """
         with _translated(self._base):
-            response = await self._send("POST", path, encoded(body), _json(headers), "")
+            response = await self._send("POST", path, _encoded(body), _json(headers), "")
             try:
                 if response.status == 200:
                     return Events(self._base, response, self._max_bytes)
-                raise refusal(response.status, await self._read(response))
+                retry_after = response.headers.get("retry-after", "")
+                raise refusal(response.status, await self._read(response), retry_after)
             except BaseException:
                 response.close()
                 raise
@@ -115,7 +144,7 @@ class Transport:
 
 
 class Events:
-    """Server-sent events as they arrive. `close` ends the request, also while someone waits for the next one."""
+    """Server-sent events as they arrive. `close` ends the request, even while `next` is waiting."""
 
     def __init__(self, base: URL, response: aiohttp.ClientResponse, max_bytes: int) -> None:
         self._base = base
@@ -142,17 +171,106 @@ class Events:
         self._response.close()
 
 
-def encoded(body: Mapping[str, Any]) -> bytes:
-    """JSON as it goes upstream. What JSON cannot say is the caller's mistake."""
+def refusal(status: int, body: bytes, retry_after: str = "") -> HoldfastError:
+    """The error for a status other than 200. `retry_after` is the header; a date in it is ignored."""
+    text = body[:_SHOWN_BYTES].decode(errors="replace")
+    if status in (400, 413, 422):
+        return InvalidArgument(f"the upstream rejected the request: {text}")
+    if status in (429, 503):
+        is_seconds = retry_after.isascii() and retry_after.isdigit() and len(retry_after) <= _MAX_RETRY_DIGITS
+        seconds = int(retry_after) if is_seconds else 1
+        return UpstreamAborted(f"the upstream is overloaded (status {status}): {text}", retry_after_s=seconds)
+    kind = NotServed if status in (403, 404, 405, 501) else UpstreamInvalid
+    return kind(f"the upstream returned status {status}: {text}")
+
+
+# What clients may reach besides chat, and which headers cross
+
+
+def parse_routes(text: str) -> Routes:
+    """The default routes and those of `METHOD:PATH,METHOD:PATH`."""
+    routes = set(ROUTES)
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        method, _, path = entry.partition(":")
+        path = "/" + path.removeprefix("/")
+        if not method.isalpha() or not _is_plain(path):
+            raise ConfigError(f"passthrough: {entry!r} is not METHOD:PATH, as in GET:v1/models")
+        routes.add((method.upper(), path))
+    return frozenset(routes)
+
+
+def match_route(routes: Routes, method: str, raw_path: str) -> str | None:
+    """The upstream path for `raw_path`, which is as the client sent it; None if that path is not open.
+
+    The result is spelled as in `routes`, never as the client spelled it.
+    """
+    try:
+        path = "/" + unquote_to_bytes(raw_path.removeprefix("/")).decode("ascii")
+    except UnicodeError:
+        return None
+    has_hidden_slash = path.count("/") != raw_path.removeprefix("/").count("/") + 1
+    if has_hidden_slash or not _is_plain(path) or (method.upper(), path) not in routes:
+        return None
+    return path
+
+
+async def forward(
+    transport: Transport,
+    method: str,
+    path: str,
+    *,
+    query: str = "",
+    headers: Iterable[tuple[str, str]] = (),
+    body: bytes = b"",
+    session_id: str,
+) -> UpstreamReply:
+    """The upstream's response to a request whose path is from `match_route`. It is never recorded."""
+    sent = _kept(headers, _NEVER_SENT) | affinity(session_id)
+    answer = await transport.request(method.upper(), path, body=body or None, headers=sent, query=query)
+    return UpstreamReply(
+        status=answer.status,
+        headers=client_headers(answer.headers),
+        body=answer.body,
+        received=answer.body,
+        request={},
+    )
+
+
+def client_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The upstream's headers that go back to the client, the first of each name."""
+    return _kept(headers, _NEVER_RETURNED)
+
+
+def affinity(session_id: str) -> dict[str, str]:
+    """The header that sends all requests of a session to the worker whose cache has its prefix."""
+    return {ROUTING_KEY: session_id}
+
+
+def _is_plain(path: str) -> bool:
+    return bool(_PLAIN_PATH.fullmatch(path)) and not {".", ".."} & set(path.split("/"))
+
+
+def _kept(headers: Iterable[tuple[str, str]], never: re.Pattern[str]) -> dict[str, str]:
+    pairs = [(name.lower(), value) for name, value in headers]
+    named = {part.strip().lower() for name, value in pairs if name == "connection" for part in value.split(",")}
+    kept: dict[str, str] = {}
+    for name, value in pairs:
+        is_latin1 = max(value, default="") <= "\xff"  # HTTP cannot carry anything else
+        if is_latin1 and name not in named and not never.fullmatch(name):
+            kept.setdefault(name, value)
+    return kept
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(body)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
-        raise InvalidArgument(f"the request cannot be sent as JSON: {exc}") from exc
+        raise InvalidArgument(f"the request cannot be encoded as JSON: {exc}") from exc
 
 
 @contextlib.contextmanager
 def _translated(base: URL) -> Iterator[None]:
-    """The one place where the client library's errors become ours, most specific first."""
+    """The one place where aiohttp's errors become ours, most specific first."""
     try:
         yield
     except UpstreamError:
@@ -160,17 +278,17 @@ def _translated(base: URL) -> Iterator[None]:
     except TimeoutError as exc:
         raise UpstreamTimeout(f"the upstream {base} did not answer in time") from exc
     except aiohttp.ClientResponseError as exc:
-        raise UpstreamInvalid(f"the upstream {base} does not speak HTTP: {exc.message}") from exc
+        raise UpstreamInvalid(f"the upstream {base} sent an invalid HTTP response: {exc.message}") from exc
     except aiohttp.ClientPayloadError as exc:
-        raise UpstreamUnreachable(f"the upstream {base} broke off in the middle of a reply") from exc
+        raise UpstreamUnreachable(f"the upstream {base} closed the connection in the middle of a reply") from exc
     except (aiohttp.ClientConnectionError, OSError) as exc:
-        raise UpstreamUnreachable(f"no connection to the upstream {base}: {exc or type(exc).__name__}") from exc
+        raise UpstreamUnreachable(f"the connection to the upstream {base} failed: {exc or type(exc).__name__}") from exc
     except aiohttp.ClientError as exc:
-        raise UpstreamInvalid(f"the upstream {base} answered with something else than HTTP: {exc}") from exc
+        raise UpstreamInvalid(f"the HTTP request to the upstream {base} failed: {exc}") from exc
 
 
 def _too_large(max_bytes: int) -> UpstreamInvalid:
-    return UpstreamInvalid(f"the upstream sent more than max_upstream_mb ({max_bytes >> 20})")
+    return UpstreamInvalid(f"the upstream's reply is larger than max_upstream_mb ({max_bytes >> 20} MiB)")
 
 
 def _json(headers: Mapping[str, str]) -> dict[str, str]:

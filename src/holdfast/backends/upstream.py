@@ -1,45 +1,60 @@
-"""What all upstream servers have in common: the chat turn, and sessions by token ids with the history kept here."""
+"""What all upstream servers have in common: the chat turn, the probe at start-up, and parts of the wire formats."""
 
 import asyncio
-import itertools
 import json
-import secrets
+import logging
 import time
-from abc import ABC, abstractmethod
-from array import array
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from holdfast.backends.decode_queue import DecodeQueue
-from holdfast.backends.passthrough import affinity, client_headers
-from holdfast.backends.transport import Transport
-from holdfast.backends.upstream_probe import probe
-from holdfast.backends.upstream_stream import Opened, UpstreamSequence, UpstreamStream
-from holdfast.backends.validation import Checked
+import msgspec
+
+from holdfast.backends.transport import RawResponse, Transport, affinity, client_headers, refusal
+from holdfast.backends.upstream_sequences import UpstreamSequences
+from holdfast.backends.validation import CheckedReply, decoded
 from holdfast.config import UpstreamConfig
-from holdfast.errors import (
-    CapacityExhausted,
-    ConfigError,
-    HoldfastError,
-    InvalidArgument,
-    SessionBusy,
-    SessionNotFound,
-    SnapshotMismatch,
-)
-from holdfast.generation import Done, SamplingParams
-from holdfast.sessions.ports import BackendView, LogprobKind, ModelInfo, UpstreamReply
+from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, UpstreamInvalid
+from holdfast.generation import Sampled, SamplingParams
+from holdfast.sessions.ports import LogprobKind, ModelInfo, UpstreamReply
 
 CHAT = "/v1/chat/completions"
 NEVER_UPSTREAM = frozenset({"stream", "stream_options", "input_ids", "kv_transfer_params"})
+INLINE_BYTES = 64 << 10  # about 50 microseconds of decoding, not worth a pass of the loop
 
 _CLOSE_TIMEOUT_S = 5.0
+_PROBE_TEMPERATURE = 0.5
+_SMALLEST_GAP = 0.05  # two logprobs that are closer than this show nothing
 
 Observe = Callable[[str, float], None]  # outcome, seconds
+TopLogprobs = tuple[tuple[int, float], ...]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
-class UpstreamBackend(ABC):
-    """Sessions and chat on an upstream server. Used on one event loop; `aclose` it there."""
+class DecodeQueue:
+    """Decodes large replies one at a time, one in each pass of the loop, so that the loop stays responsive.
+
+    Decoding holds the interpreter lock, so threads would only add switches (`holdfast bench responsiveness`).
+    """
+
+    def __init__(self, *, inline_bytes: int = INLINE_BYTES) -> None:
+        self._inline_bytes = inline_bytes
+        self._turn = asyncio.Lock()
+
+    async def decode(self, work: Callable[[], T], num_bytes: int) -> T:
+        """The result of `work` on a body of `num_bytes`; a small one is decoded at once."""
+        if num_bytes <= self._inline_bytes:
+            return work()
+        async with self._turn:
+            await asyncio.sleep(0)  # let other tasks run first
+            return work()
+
+
+class UpstreamBackend(UpstreamSequences):
+    """Chat and sessions on an upstream server. Used on one event loop; `aclose` it there."""
 
     default_kind: LogprobKind
 
@@ -51,44 +66,33 @@ class UpstreamBackend(ABC):
         capacity: int = 65536,
         observe: Observe = lambda outcome, seconds: None,
     ) -> None:
+        super().__init__(model, capacity)
         self.transport = Transport(config)
-        self.lane = DecodeQueue()
+        self.decode_queue = DecodeQueue()
         self.config = config
         self.upstream_model = ""
         self.logprob_kind = self.default_kind if config.logprob_kind == "auto" else LogprobKind(config.logprob_kind)
-        self._model = model
-        self._capacity = capacity
         self._observe = observe
         self._extra = _extra(config.upstream_extra)
-        self._handles = itertools.count(1)
-        self._sequences: dict[int, UpstreamSequence] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    # What servers differ in
 
     @abstractmethod
     def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], routed_from: int) -> dict[str, Any]:
-        """The fields that we force."""
+        """The fields that we set, whatever the client sent."""
 
     @abstractmethod
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> Checked: ...
+    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply: ...
 
     @abstractmethod
-    async def _open_stream(self, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]) -> Opened:
-        """Begin to generate from `prompt`."""
-
-    @abstractmethod
-    async def two_best(self, prompt: list[int], temperature: float) -> tuple[float, float]:
-        """The logprobs of the two likeliest next tokens, as the server tells them at `temperature`."""
-
-    # Chat
+    async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
+        """The logprobs of the two likeliest next tokens, as the server returns them at `temperature`."""
 
     async def complete(
         self, body: Mapping[str, Any], input_ids: Sequence[int], *, session_id: str, routed_from: int = 0
     ) -> UpstreamReply:
         ids = list(input_ids)
         sent = {name: value for name, value in body.items() if name not in NEVER_UPSTREAM}
-        if self.upstream_model:  # whatever the client calls it: there is one
+        if self.upstream_model:  # whatever name the client uses: there is only one model
             sent["model"] = self.upstream_model
         sent |= self._chat_fields(body, ids, routed_from) | self._extra
         started, outcome = time.perf_counter(), "cancelled"
@@ -97,7 +101,7 @@ class UpstreamBackend(ABC):
             outcome = str(answer.status)
             checked = None
             if answer.status == 200:
-                checked = await self.lane.decode(lambda: self._check(answer.body, ids), len(answer.body))
+                checked = await self.decode_queue.decode(lambda: self._check(answer.body, ids), len(answer.body))
         except HoldfastError as exc:
             outcome = exc.code
             raise
@@ -114,96 +118,12 @@ class UpstreamBackend(ABC):
 
     @property
     def asked_payloads(self) -> frozenset[str]:
-        """The training payloads that requests ask for on the operator's account, not the client's."""
+        """The training payloads that the operator's settings request, not the client."""
         asked = {name for name in ("routed_experts", "indexer_topk") if self._extra.get(f"return_{name}")}
         return frozenset(asked | ({"routed_experts"} if self.config.routing_replay != "off" else set()))
 
-    # Sessions by token ids
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._model
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    async def open(self, *, sink: int) -> int:
-        return self._add(UpstreamSequence(secrets.token_hex(16)))
-
-    async def pin(self, handle: int, sink: int) -> None:
-        """Nothing to do: no token leaves the upstream's sight."""
-        self._idle(handle)
-
-    async def append(self, handle: int, tokens: Sequence[int]) -> Done:
-        sequence = self._idle(handle)
-        self._check_tokens(tokens)
-        sequence.tokens.extend(tokens)
-        return Done(
-            stop_reason=None,
-            num_generated=0,
-            history_length=len(sequence.tokens),
-            num_dropped=0,
-            prefill_tokens=0,  # the upstream computes when it generates
-            prefill_duration_s=0.0,
-            total_duration_s=0.0,
-            seed=None,
-        )
-
-    def generate(self, handle: int, params: SamplingParams, tokens: Sequence[int] = ()) -> UpstreamStream:
-        sequence = self._idle(handle)
-        self._check_tokens(tokens)
-        params.check_vocabulary(self._model.vocab_size)
-        if params.constraint is not None:
-            raise InvalidArgument(
-                "response_format and forced tool calls need the embedded engine, or a session: an upstream enforces "
-                "its own there",
-                param="response_format",
-            )
-        if not (sequence.tokens or tokens):
-            raise InvalidArgument("cannot generate from an empty history; append at least one token first")
-        headers = affinity(sequence.routing_key)
-        return UpstreamStream(sequence, params, tokens, lambda prompt: self._open_stream(prompt, params, headers))
-
-    async def fork(self, handle: int) -> int:
-        source = self._idle(handle)
-        return self._add(UpstreamSequence(source.routing_key, array("i", source.tokens)))
-
-    async def snapshot(self, handle: int) -> bytes | None:
-        return None
-
-    async def restore(self, content: bytes, tokens: Sequence[int]) -> int:
-        raise SnapshotMismatch("an upstream keeps no snapshots")
-
-    async def rewind(self, handle: int, length: int, *, is_limited: bool = True) -> int:
-        sequence = self._idle(handle)
-        if not 0 <= length <= len(sequence.tokens):
-            raise InvalidArgument(f"cannot rewind a history of {len(sequence.tokens)} tokens to {length}")
-        del sequence.tokens[length:]
-        return 0
-
-    async def close(self, handle: int) -> int:
-        sequence = self._get(handle)
-        if sequence.stream:
-            sequence.stream.cancel()
-        del self._sequences[handle]
-        return len(sequence.tokens)
-
-    def view(self, handle: int) -> BackendView:
-        return BackendView(
-            history_length=len(self._get(handle).tokens),
-            num_dropped=0,
-            kv_live_bytes=None,
-            kv_reserved_bytes=None,
-            inv1_violations=0,
-            inv2_violations=0,
-            failure=None,
-        )
-
-    # Start and stop
-
     async def prepare(self) -> None:
-        """Ask the server who it is; see `probe`."""
+        """Ask the server which model it serves; see `probe`."""
         found = await probe(self)
         if found.context:
             self._model = replace(self._model, recent=found.context, max_pin=found.context, context=found.context)
@@ -212,46 +132,135 @@ class UpstreamBackend(ABC):
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """As `aclose`, from another thread than the loop's."""
+        """As `aclose`, from another thread than the event loop's. Blocks."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self.aclose(), self._loop).result(_CLOSE_TIMEOUT_S)
 
     async def aclose(self) -> None:
-        self.lane.close()
         await self.transport.close()
 
     @property
     def failure(self) -> BaseException | None:
         return None
 
-    # Inside
+    async def _ask(self, path: str, request: dict[str, Any], decoder: "msgspec.json.Decoder[T]") -> T:
+        answer = await self.transport.post(path, request | self._extra, {})
+        return decoded(_accepted(answer), decoder)
 
-    def _add(self, sequence: UpstreamSequence) -> int:
-        if len(self._sequences) >= self._capacity:
-            raise CapacityExhausted(f"all {self._capacity} sequences are in use")
-        handle = next(self._handles)
-        self._sequences[handle] = sequence
-        return handle
 
-    def _get(self, handle: int) -> UpstreamSequence:
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    model: str
+    context: int | None
+    logprob_kind: LogprobKind
+
+
+async def probe(backend: UpstreamBackend) -> ProbeReport:
+    """What the server says at start-up; the backend keeps the model's name and the kind of its logprobs.
+
+    Raises UpstreamError if the server does not do what we rely on, ConfigError if it contradicts a setting.
+    """
+    cards = decoded(_accepted(await backend.transport.request("GET", "/v1/models")), _CARDS).data
+    if not cards:
+        raise UpstreamInvalid("the upstream serves no model")
+    backend.upstream_model = cards[0].id
+    vocab_size = backend.model.vocab_size
+    prompt = [vocab_size // 7, vocab_size // 5, vocab_size // 3]
+    request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1, "temperature": 1.0}
+    reply = await backend.complete(request, prompt, session_id="holdfast-probe")
+    if reply.completion is None:
+        raise refusal(reply.status, reply.received)
+    num_read = reply.completion.prompt_tokens
+    if num_read not in (None, len(prompt)):
+        raise UpstreamInvalid(f"the upstream ignores our token ids: {len(prompt)} were sent, but it read {num_read}")
+    found, setting = await _found_kind(backend, prompt), backend.config.logprob_kind
+    if setting not in ("auto", "unknown", found) and found is not LogprobKind.UNKNOWN:
+        raise ConfigError(f"logprob_kind is {setting}, but the upstream returns {found} logprobs; use auto or {found}")
+    backend.logprob_kind = found if setting == "auto" else LogprobKind(setting)
+    return ProbeReport(cards[0].id, cards[0].max_model_len, backend.logprob_kind)
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelCards(msgspec.Struct):
+    data: list[_ModelCard]
+
+
+_CARDS = msgspec.json.Decoder(_ModelCards)
+
+
+async def _found_kind(backend: UpstreamBackend, prompt: list[int]) -> LogprobKind:
+    """Temperature stretches the gap between two logprobs, unless they are taken before it is applied."""
+    try:
+        gap, stretched_gap = [await _gap(backend, prompt, t) for t in (1.0, _PROBE_TEMPERATURE)]
+    except (UpstreamInvalid, InvalidArgument) as exc:
+        logger.warning("cannot determine which logprobs the upstream returns: %s", exc)
+        return LogprobKind.UNKNOWN
+    stretched = stretched_gap / gap if gap > _SMALLEST_GAP else 0.0
+    if abs(stretched - 1) < 0.2:
+        return LogprobKind.RAW
+    if abs(stretched * _PROBE_TEMPERATURE - 1) < 0.2:
+        return LogprobKind.SAMPLING
+    return LogprobKind.UNKNOWN
+
+
+async def _gap(backend: UpstreamBackend, prompt: list[int], temperature: float) -> float:
+    best = await backend.best_logprobs(prompt, temperature)
+    if len(best) < 2:
+        raise UpstreamInvalid("the upstream did not return the two logprobs that were requested")
+    return best[0] - best[1]
+
+
+def _accepted(answer: RawResponse) -> bytes:
+    if answer.status != 200:
+        raise refusal(answer.status, answer.body)
+    return answer.body
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """The sampling fields that SGLang and vLLM have in common."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
+        "skip_special_tokens": False,
+    }
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: Any
+
+
+_ERROR = msgspec.json.Decoder(_ErrorEvent)
+
+
+def read_event(data: bytes, decoder: "msgspec.json.Decoder[Any]", *, status: int = 500) -> Any:
+    """The event as the decoder's type. An error event raises as a response with its code, or `status`, would."""
+    try:
+        return decoded(data, decoder)
+    except UpstreamInvalid as exc:
         try:
-            return self._sequences[handle]
-        except KeyError:
-            raise SessionNotFound(handle) from None
+            error = decoded(data, _ERROR).error
+        except UpstreamInvalid:
+            raise exc from exc.__cause__
+        code = error.get("code") if isinstance(error, dict) else None
+        raise refusal(code if type(code) is int else status, msgspec.json.encode(error)) from exc
 
-    def _idle(self, handle: int) -> UpstreamSequence:
-        sequence = self._get(handle)
-        if sequence.stream:
-            raise SessionBusy(f"sequence {handle} is busy")
-        return sequence
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        vocab_size = self._model.vocab_size
-        for index, token in enumerate(tokens):
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise InvalidArgument(
-                    f"token {token!r} at index {index} is not an id of the vocabulary of {vocab_size}"
-                )
+def with_logprobs(tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]) -> list[Sampled]:
+    """An upstream returns one logprob for each token; only its backend knows which kind that is."""
+    tops = tops if len(tops) == len(tokens) else [()] * len(tokens)
+    return [
+        Sampled(token=token, logprob=logprob, sampling_logprob=logprob, top=top)
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+    ]
 
 
 def upstream_model_info(
@@ -263,7 +272,7 @@ def upstream_model_info(
     chat_template_hash: str = "",
     context: int = 1 << 20,
 ) -> ModelInfo:
-    """A model that others hold: nothing leaves its window before `context`, so pins cost nothing."""
+    """A model on an upstream: its window is the whole context, so pinned tokens cost nothing."""
     return ModelInfo(
         name=name,
         fingerprint=f"upstream:{name}",

@@ -1,6 +1,6 @@
-"""A chat reply's bytes, checked: what may be recorded of it and what its client gets. Pure; raises UpstreamError only.
+"""An upstream's chat reply, checked: what is recorded of it and what the client gets. Pure; raises UpstreamError only.
 
-Typed decoding skips whatever is not named here, so a reply costs little more than finding its end.
+Typed decoding skips every field that is not named here, so checking costs little more than finding the reply's end.
 """
 
 import math
@@ -20,7 +20,7 @@ from holdfast.sessions.record import ByteRange
 
 PAYLOADS = ("routed_experts", "indexer_topk")
 MAX_DEPTH = 100
-ROUNDING = 1e-4  # how far above 0 the logprob of a certain token may come out
+ROUNDING = 1e-4  # how far above 0 the logprob of a certain token may be rounded
 
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A reply that is right. `body` is the client's copy."""
+class CheckedReply:
+    """A valid reply. `body` is the client's copy."""
 
     completion: UpstreamCompletion
     body: bytes
 
 
 class Entry(Struct, array_like=True):
-    """`[logprob, token_id]`; a text or more behind them is not read."""
+    """`[logprob, token_id]`; whatever follows is ignored."""
 
     logprob: float
     token: int
@@ -108,8 +108,8 @@ def check_sglang(
     asked: Collection[str] = (),
     keep_payloads: bool = False,
     kind: LogprobKind = LogprobKind.UNKNOWN,
-) -> Checked:
-    """`asked` are the payloads that the request asked for on our own account."""
+) -> CheckedReply:
+    """`asked` are the payloads that we requested, not the client."""
     reply = _decoded(body, _SGLANG)
     choice = _only(reply.choices)
     meta = choice.meta_info
@@ -135,7 +135,7 @@ def check_sglang(
         cut=() if keep_payloads else members,
         **{name: _payload(name, raws, body) for name, raws in found.items()},
     )
-    return Checked(completion, body if keep_payloads else client_body)
+    return CheckedReply(completion, body if keep_payloads else client_body)
 
 
 def check_vllm(
@@ -146,8 +146,8 @@ def check_vllm(
     asked: Collection[str] = (),
     keep_payloads: bool = False,
     kind: LogprobKind = LogprobKind.UNKNOWN,
-) -> Checked:
-    """As `check_sglang`; the prompt must be the one that was sent, since vLLM may quietly render its own."""
+) -> CheckedReply:
+    """As `check_sglang`; the prompt must be the one that was sent, because vLLM may silently render its own."""
     reply = _decoded(body, _VLLM)
     choice = _only(reply.choices)
     _not_aborted(choice.finish_reason)
@@ -175,42 +175,42 @@ def check_vllm(
         cut=() if keep_payloads else members,
         logprob_kind=kind,
     )
-    return Checked(completion, body if keep_payloads else client_body)
+    return CheckedReply(completion, body if keep_payloads else client_body)
 
 
 def check_sampled(tokens: Sequence[int], logprobs: Sequence[float], vocab_size: int) -> None:
-    """One logprob for each token, ids of the vocabulary, numbers that are logarithms of a probability."""
+    """Each token is in the vocabulary and has one logprob, which is the logarithm of a probability."""
     if len(tokens) != len(logprobs):
-        raise UpstreamInvalid(f"{len(tokens)} token ids come with {len(logprobs)} logprobs")
+        raise UpstreamInvalid(f"the upstream returned {len(tokens)} token ids, but {len(logprobs)} logprobs")
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            raise UpstreamInvalid(f"token id {token} at {index} is outside the vocabulary of {vocab_size}")
+            raise UpstreamInvalid(f"token id {token} at index {index} is outside the vocabulary of {vocab_size}")
     for index, logprob in enumerate(logprobs):
         if not (math.isfinite(logprob) and logprob <= ROUNDING):
-            raise UpstreamInvalid(f"logprob {logprob} at {index} is not that of a probability")
+            raise UpstreamInvalid(f"logprob {logprob} at index {index} is not the logarithm of a probability")
 
 
 def check_names(tokens: Sequence[int], names: Sequence[str]) -> None:
-    """vLLM says for each logprob which token it belongs to."""
+    """vLLM names the token of each logprob; they must be the sampled tokens."""
     if len(tokens) != len(names):
-        raise UpstreamInvalid(f"{len(tokens)} token ids come with {len(names)} names")
+        raise UpstreamInvalid(f"the upstream returned {len(tokens)} token ids, but {len(names)} token names")
     for index, (token, name) in enumerate(zip(tokens, names, strict=True)):
         if name != f"token_id:{token}":
-            raise UpstreamInvalid(f"the logprob at {index} belongs to {name!r}, not to token {token}")
+            raise UpstreamInvalid(f"the logprob at index {index} belongs to {name!r}, not to token {token}")
 
 
 def decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """`body` as the decoder's type. Skipped strings are not looked at by it, so UTF-8 is checked apart."""
+    """`body` as the decoder's type. The decoder does not check strings that it skips, so UTF-8 is checked first."""
     try:
         if not body.isascii():
             body.decode()
         return decoder.decode(body)
     except msgspec.ValidationError as exc:
-        raise UpstreamInvalid(f"the reply is not as it must be: {exc}") from exc
+        raise UpstreamInvalid(f"the upstream's reply has an unexpected format: {exc}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise UpstreamInvalid(f"the reply is not JSON: {exc}") from exc
+        raise UpstreamInvalid(f"the upstream's reply is not JSON: {exc}") from exc
     except RecursionError as exc:
-        raise UpstreamInvalid("the reply is nested too deeply") from exc
+        raise UpstreamInvalid("the upstream's reply is nested too deeply") from exc
 
 
 _SGLANG = msgspec.json.Decoder(_SGLangReply)
@@ -220,7 +220,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def _decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """As `decoded`; a generation that was given up may lack the rest, and is told apart."""
+    """As `decoded`, but UpstreamAborted for an aborted generation, whose reply may lack the other fields."""
     try:
         return decoded(body, decoder)
     except UpstreamInvalid as exc:
@@ -235,29 +235,29 @@ def _decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 def _only(choices: list[T]) -> T:
     if len(choices) != 1:
-        raise UpstreamInvalid(f"the reply has {len(choices)} choices, not 1")
+        raise UpstreamInvalid(f"the upstream returned {len(choices)} choices, expected 1")
     return choices[0]
 
 
 def _not_aborted(finish_reason: Any) -> None:
     if finish_reason == "abort":
-        raise UpstreamAborted("the upstream gave up on this generation")
+        raise UpstreamAborted("the upstream aborted the generation")
 
 
 def _check_count(count: int, num_sampled: int) -> None:
     if count != num_sampled:
-        raise UpstreamInvalid(f"completion_tokens is {count}, but {num_sampled} tokens came")
+        raise UpstreamInvalid(f"completion_tokens is {count}, but there are {num_sampled} tokens")
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") != "assistant":
-        raise UpstreamInvalid(f"the message's role is {message.get('role')!r}, not 'assistant'")
+        raise UpstreamInvalid(f"the message's role must be 'assistant', got {message.get('role')!r}")
     content = message.get("content")
     if not isinstance(content, str | None):
-        raise UpstreamInvalid(f"the message's content is of type {type(content).__name__}, not text")
+        raise UpstreamInvalid(f"the message's content must be a string or null, got {type(content).__name__}")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise UpstreamInvalid("the message's tool_calls are not a list of objects")
+        raise UpstreamInvalid("the message's tool_calls must be a list of objects")
     return {**message, "content": content or ""}
 
 
@@ -269,19 +269,19 @@ def _payload(name: str, raws: Sequence[Raw], body: bytes) -> ByteRange | None:
             case b"[":
                 return place
             case b'"':
-                if body.find(b"\\", start, end) >= 0:  # rare; most is base64, which has nothing to be wrong
+                if body.find(b"\\", start, end) >= 0:  # rare: most payloads are base64, without escapes to check
                     decoded(body[start:end], _TEXT)
                 return place
             case b"n":
                 continue
-        raise UpstreamInvalid(f"{name} is neither text nor a list")
+        raise UpstreamInvalid(f"{name} must be a string or a list")
     return None
 
 
 def _check_depth(text: bytes) -> None:
-    """Refuse what later readers could not walk through. Most replies have too few brackets to be deep."""
+    """Rejects nesting that later readers could not handle. Most replies have too few brackets to be that deep."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return
     marks = np.frombuffer(_STRINGS.sub(b"", text).translate(None, _NO_BRACKET), np.uint8)
     if int(np.where(marks & 2, 1, -1).cumsum().max()) > MAX_DEPTH:  # the second bit is set in opening ones
-        raise UpstreamInvalid("the reply is nested too deeply")
+        raise UpstreamInvalid("the upstream's reply is nested too deeply")

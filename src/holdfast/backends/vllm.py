@@ -1,22 +1,24 @@
-"""vLLM as the upstream: its fields on the way out, its format on the way back."""
+"""vLLM as the upstream: the fields of its requests, the format of its replies and streams."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from holdfast.backends.refusal import NotServed, refusal
-from holdfast.backends.stream_reader import VLLMReader
-from holdfast.backends.upstream import UpstreamBackend
-from holdfast.backends.upstream_stream import Opened
-from holdfast.backends.validation import Checked, check_vllm, decoded
-from holdfast.errors import UpstreamInvalid
+from holdfast.backends.transport import NotServed
+from holdfast.backends.upstream import TopLogprobs, UpstreamBackend, read_event, sampling_fields, with_logprobs
+from holdfast.backends.upstream_sequences import Opened, StreamPiece
+from holdfast.backends.validation import CheckedReply, check_names, check_sampled, check_vllm
+from holdfast.errors import UpstreamAborted, UpstreamInvalid
 from holdfast.generation import SamplingParams
 from holdfast.sessions.ports import LogprobKind
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+
+_MAX_DIGITS = 10
 
 
 class VLLMBackend(UpstreamBackend):
@@ -33,7 +35,7 @@ class VLLMBackend(UpstreamBackend):
             "top_logprobs": body.get("top_logprobs") or 0,
         }
 
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> Checked:
+    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply:
         return check_vllm(
             body,
             input_ids=input_ids,
@@ -63,16 +65,11 @@ class VLLMBackend(UpstreamBackend):
         )
         return events, reader
 
-    async def two_best(self, prompt: list[int], temperature: float) -> tuple[float, float]:
+    async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
         request = {"prompt": prompt, "max_tokens": 1, "temperature": temperature, "logprobs": 2}
-        answer = await self.transport.post(COMPLETIONS, self._named(request), {})
-        if answer.status != 200:
-            raise refusal(answer.status, answer.body)
-        choices = decoded(answer.body, _PROBED).choices
-        best = sorted(choices[0].logprobs.top_logprobs[0].values(), reverse=True) if choices else []
-        if len(best) < 2:
-            raise UpstreamInvalid("two logprobs were asked for and did not come")
-        return best[0], best[1]
+        choices = (await self._ask(COMPLETIONS, self._named(request), _COMPLETION_CHUNK)).choices
+        tops = choices[0].logprobs.top_logprobs if choices and choices[0].logprobs else None
+        return sorted(((tops and tops[0]) or {}).values(), reverse=True)
 
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:
         name = {"model": self.upstream_model} if self.upstream_model else {}
@@ -80,34 +77,134 @@ class VLLMBackend(UpstreamBackend):
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    return {
+    return sampling_fields(params) | {
         "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
         "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
         "seed": (params.seed + params.choice) % 2**63,
         "stop_token_ids": sorted(params.eos_token_ids | params.stop_token_ids),
-        "ignore_eos": True,  # the session says what ends it
-        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
+        "ignore_eos": True,  # the session decides which tokens end it
         "logprobs": params.top_logprobs,
-        "skip_special_tokens": False,
     }
 
 
-class _Logprobs(Struct):
-    top_logprobs: list[dict[str, float]]
+class _Candidate(Struct):
+    token_id: int
+    logprob: float
 
 
-class _ProbeChoice(Struct):
-    logprobs: _Logprobs
+class _Position(_Candidate):
+    top_logprobs: list[_Candidate] = []
 
 
-class _VLLMProbe(Struct):
-    choices: list[_ProbeChoice]
+class _Positions(Struct):
+    content: list[_Position] | None = None
 
 
-_PROBED = msgspec.json.Decoder(_VLLMProbe)
+class _Lists(Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _StreamChoice(Struct):
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class _GenerateChoice(_StreamChoice):
+    logprobs: _Positions | None = None
+
+
+class _CompletionChoice(_StreamChoice):
+    logprobs: _Lists | None = None
+
+
+class _Details(Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct):
+    completion_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(Struct):
+    prompt_token_ids: list[int] | None = None
+    usage: _Usage | None = None
+
+
+class _GenerateChunk(_Chunk, kw_only=True):
+    choices: list[_GenerateChoice]
+
+
+class _CompletionChunk(_Chunk, kw_only=True):
+    choices: list[_CompletionChoice]
+
+
+_GENERATE_CHUNK = msgspec.json.Decoder(_GenerateChunk)
+_COMPLETION_CHUNK = msgspec.json.Decoder(_CompletionChunk)
+
+
+class VLLMReader:
+    """`/inference/v1/generate`, or `/v1/completions` if the former is not served."""
+
+    def __init__(self, *, vocab_size: int, prompt: Sequence[int], num_top: int, has_generate: bool) -> None:
+        self._vocab_size = vocab_size
+        self._prompt: list[int] | None = list(prompt)  # until the upstream has confirmed that it read this
+        self._num_top = num_top
+        self._decoder = _GENERATE_CHUNK if has_generate else _COMPLETION_CHUNK
+        self._num_seen = 0
+
+    def read(self, data: bytes) -> StreamPiece:
+        chunk: Any = read_event(data, self._decoder)
+        if len(chunk.choices) > 1:
+            raise UpstreamInvalid(f"the stream has {len(chunk.choices)} choices, expected 1")
+        piece = self._choice(chunk, chunk.choices[0]) if chunk.choices else StreamPiece()
+        self._num_seen += len(piece.sampled)
+        if chunk.usage is None:
+            return piece
+        if chunk.usage.completion_tokens != self._num_seen:
+            raise UpstreamInvalid(
+                f"completion_tokens is {chunk.usage.completion_tokens}, but there are {self._num_seen} tokens"
+            )
+        details = chunk.usage.prompt_tokens_details
+        return replace(piece, num_cached=details.cached_tokens or 0 if details else 0)
+
+    def _choice(self, chunk: _Chunk, choice: _GenerateChoice | _CompletionChoice) -> StreamPiece:
+        if choice.finish_reason == "abort":
+            raise UpstreamAborted("the upstream aborted the generation")
+        prompt = chunk.prompt_token_ids or choice.prompt_token_ids
+        if self._prompt is not None and prompt != self._prompt:
+            raise UpstreamInvalid("prompt_token_ids are not the ones that were sent")
+        self._prompt = None
+        tokens = choice.token_ids or []
+        logprobs, tops = self._logprobs(tokens, choice.logprobs)
+        check_sampled(tokens, logprobs, self._vocab_size)
+        return StreamPiece(
+            sampled=with_logprobs(tokens, logprobs, tops),
+            finish=choice.finish_reason,
+            matched=choice.stop_reason if type(choice.stop_reason) is int else None,
+        )
+
+    def _logprobs(self, tokens: list[int], found: _Positions | _Lists | None) -> tuple[list[float], list[TopLogprobs]]:
+        if isinstance(found, _Lists):
+            check_names(tokens, found.tokens)
+            pairs = [[(_id(name), p) for name, p in (top or {}).items()] for top in found.top_logprobs or []]
+            return found.token_logprobs, [self._best(pair) for pair in pairs]
+        content = (found.content or []) if found else []
+        if [position.token_id for position in content] != tokens:
+            raise UpstreamInvalid("the logprobs belong to other tokens than token_ids")
+        tops = [self._best([(c.token_id, c.logprob) for c in position.top_logprobs]) for position in content]
+        return [position.logprob for position in content], tops
+
+    def _best(self, pairs: list[tuple[int, float]]) -> TopLogprobs:
+        return tuple(sorted(set(pairs), key=lambda pair: -pair[1])[: self._num_top])
+
+
+def _id(name: str) -> int:
+    number = name.removeprefix("token_id:")
+    if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
+        raise UpstreamInvalid(f"top_logprobs has {name!r}, which is not a token id")
+    return int(number)

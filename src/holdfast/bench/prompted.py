@@ -12,9 +12,8 @@ from typing import Any
 from aiohttp import web
 
 from holdfast.bench.processes import obey
-from holdfast.testing.fake_model import FakeModel
-from holdfast.testing.fake_sglang import FakeSGLang
-from holdfast.testing.fake_upstream import Fault, Json
+from holdfast.testing.fake_servers import FakeSGLang
+from holdfast.testing.fake_upstream import FakeModel, Fault, Json
 
 LARGE_BYTES = 100_000  # beyond what a journal keeps in its database
 _LARGE_EVERY = 8

@@ -10,10 +10,9 @@ from typing import Literal, TypeVar, get_args
 
 import msgspec
 
-from holdfast.backends.decode_queue import DecodeQueue
-from holdfast.backends.passthrough import parse_routes
 from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.upstream import upstream_model_info
+from holdfast.backends.transport import parse_routes
+from holdfast.backends.upstream import DecodeQueue, upstream_model_info
 from holdfast.bench.processes import cpu_s, obey, resident_bytes
 from holdfast.bench.stages import StageClock
 from holdfast.chat.chat_model import load_chat
@@ -48,12 +47,16 @@ class Usage:
 
 
 class _Threads(DecodeQueue):
-    """Every large reply is decoded in the pool of threads."""
+    """Every reply is decoded in a thread, at most `num_threads` at the same time."""
 
-    cpu_s = 0.0
+    def __init__(self, num_threads: int) -> None:
+        super().__init__()
+        self.cpu_s = 0.0
+        self._places = asyncio.Semaphore(num_threads or min(16, os.cpu_count() or 1))
 
     async def decode(self, work: Callable[[], T], num_bytes: int) -> T:
-        return await self.offload(lambda: self._timed(work))
+        async with self._places:
+            return await asyncio.to_thread(self._timed, work)
 
     def _timed(self, work: Callable[[], T]) -> T:
         started = time.thread_time()
@@ -65,8 +68,8 @@ class _Threads(DecodeQueue):
 
 def _lane(setup: Setup) -> DecodeQueue:
     if setup.mode == "inline":
-        return DecodeQueue(setup.cpu_workers, inline_bytes=sys.maxsize)
-    return _Threads(setup.cpu_workers) if setup.mode == "threads" else DecodeQueue(setup.cpu_workers)
+        return DecodeQueue(inline_bytes=sys.maxsize)
+    return _Threads(setup.cpu_workers) if setup.mode == "threads" else DecodeQueue()
 
 
 async def _main(setup: Setup) -> None:
@@ -78,7 +81,7 @@ async def _main(setup: Setup) -> None:
     metrics = Metrics()
     config = UpstreamConfig(upstream=setup.upstream, routing_replay="full")
     backend = SGLangBackend(config, model, observe=metrics.observe_upstream)
-    backend.lane = lane = _lane(setup)
+    backend.decode_queue = lane = _lane(setup)
     clock = StageClock()
 
     async def usage(line: bytes) -> Usage:

@@ -9,8 +9,7 @@ INTERVAL_S = 0.005  # of CPU time
 # The innermost frame that is listed here says which stage it was.
 _STAGES = {
     "/backends/validation.py": "decode",
-    "/backends/cutting.py": "decode",
-    "/backends/lane.py": "decode",
+    "/backends/json_members.py": "decode",
     "/holdfast/backends/": "upstream",
     "/aiohttp/": "upstream",
     "/yarl/": "upstream",

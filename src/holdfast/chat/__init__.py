@@ -1,1 +1,1 @@
-"""Messages to tokens and back. Pure: no HTTP, no tensors."""
+"""Messages to token ids and back. Pure: no HTTP, no tensors."""

@@ -1,17 +1,14 @@
-"""Everything about text that a model brings: tokenizer, template, how it reasons and calls tools, grammars."""
+"""Everything about text that belongs to a model: tokenizer, template, reasoning and tool call formats, grammars."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.chat.answer import Answer
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.grammar import Grammars
-from holdfast.chat.reasoning import ReasoningSplit
-from holdfast.chat.rendering import Renderer, Tools
-from holdfast.chat.reply import ReplyReader
-from holdfast.chat.template import ChatTemplate, load_template
+from holdfast.chat.reply import AssistantReply, ReasoningSplit, ReplyReader
+from holdfast.chat.template import ChatTemplate, Renderer, Tools, load_template
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.chat.tool_calls import LlamaParser, ToolCallParser, parser_for
 from holdfast.config import ChatConfig
@@ -22,7 +19,7 @@ from holdfast.models import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """Pure: the same messages give the same tokens, whoever asks."""
+    """Pure: the same messages always give the same tokens."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -34,13 +31,17 @@ class ChatModel:
     def reasons(self) -> bool:
         return "<think>" in self.template.source
 
-    def answer(self, *, stop: Sequence[str] = (), tools: Tools = (), is_reasoning: bool = False) -> Answer:
-        """A reader for one reply. `tools`: those that may be called."""
+    def reply(self, *, stop: Sequence[str] = (), tools: Tools = (), is_reasoning: bool = False) -> AssistantReply:
+        """A new, empty reply. `tools`: those that may be called."""
         split = ReasoningSplit(starts_open=is_reasoning) if self.reasons else None
-        return Answer(self.tokenizer, ReplyReader(stop, split, self._parser(tools) if tools else None))
+        return AssistantReply(self.tokenizer, ReplyReader(stop, split, self._parser(tools) if tools else None))
+
+    def text_reply(self, *, stop: Sequence[str] = ()) -> AssistantReply:
+        """A new, empty reply of plain text: no reasoning, no tool calls."""
+        return AssistantReply(self.tokenizer, ReplyReader(stop))
 
     def forced_call(self, tools: Tools, *, is_one: bool) -> Constraint:
-        """A grammar of nothing but calls of `tools`, in the form that this model writes them. Blocks."""
+        """A grammar that allows only calls of `tools`, in the format that this model writes. Blocks."""
         if not isinstance(self._parser(tools), LlamaParser):
             return self.grammars.tool_call(tools, is_parallel=not is_one)
         calls = [
@@ -55,30 +56,25 @@ class ChatModel:
             }
             for tool in tools
         ]
-        return self.grammars.json_schema({"anyOf": calls})
+        return self.grammars.json_schema({"anyOf": calls}, field="tools")
 
     def _parser(self, tools: Tools) -> ToolCallParser:
         source = self.template.source if self.continuation.abilities.has_tools else ""
         return parser_for(source, [tool["function"]["name"] for tool in tools])
 
-    def text(self, *, stop: Sequence[str] = ()) -> Answer:
-        """A reader for plain text: no roles, no reasoning, no calls."""
-        return Answer(self.tokenizer, ReplyReader(stop, None, None))
-
 
 def load_chat(source: ModelSource, config: ChatConfig, vocab_size: int) -> ChatModel:
-    """Raises ModelError where the model brings no tokenizer or no template that can be continued."""
+    """Raises ModelError if the model has no tokenizer, or no template with which a chat can be continued."""
     tokenizer = load_tokenizer(source)
-    template = (
-        _own_template(config.chat_template, tokenizer) if config.chat_template else load_template(source, tokenizer)
-    )
-    renderer = Renderer(template, tokenizer, allow_control=config.control_tokens == "allow")
-    return ChatModel(
-        tokenizer, template, Continuation(renderer), Grammars(tokenizer, vocab_size), config.template_variables
-    )
+    if config.chat_template:
+        template = _read_template(config.chat_template, tokenizer)
+    else:
+        template = load_template(source, tokenizer)
+    continuation = Continuation(Renderer(template, tokenizer, allow_control=config.control_tokens == "allow"))
+    return ChatModel(tokenizer, template, continuation, Grammars(tokenizer, vocab_size), config.template_variables)
 
 
-def _own_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
+def _read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:

@@ -1,7 +1,7 @@
-"""The next turn's tokens, without rendering the past again.
+"""The token ids of the next turn, without rendering earlier turns again.
 
-History stays as it was sampled. Only the new messages are rendered, behind a synthetic conversation
-whose last assistant text is a sentinel; what follows the sentinel is the tail to append.
+The history stays as it was sampled. Only the new messages are rendered, after a synthetic conversation whose last
+assistant text is a sentinel; what follows the sentinel is the tail to append.
 """
 
 import json
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.chat.messages import Message
-from holdfast.chat.probe import SENTINEL, probe
-from holdfast.chat.rendering import Renderer, Tools
+from holdfast.chat.template import Renderer, Tools
+from holdfast.chat.template_probe import NO_END_OF_TURN, SENTINEL, SYSTEM, USER, probe
 from holdfast.chat.tool_calls import hermes_system_block, render_call, render_result
 from holdfast.errors import InvalidArgument, ModelError
 from holdfast.sessions.record import TemplateInputs
@@ -21,7 +21,7 @@ Variables = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens to append before an answer; `is_reasoning`: the answer begins inside a reasoning block."""
+    """Tokens to append before the reply; `is_reasoning`: the reply begins inside a reasoning block."""
 
     ids: list[int]
     is_reasoning: bool
@@ -29,7 +29,7 @@ class Prompt:
 
 
 class Continuation:
-    """Turns messages into the ids to append."""
+    """Converts messages to the token ids to append."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -45,7 +45,7 @@ class Continuation:
 
     def first(self, messages: Sequence[Message], tools: Tools = (), variables: Variables | None = None) -> Prompt:
         """The whole first prompt."""
-        shown, tools = self._expressed(messages, tools)
+        shown, tools = self._renderable(messages, tools)
         text = self._renderer.text(shown, prompt=True, tools=tools, variables=variables)
         return Prompt(self._renderer.encode(text), _opens_reasoning(text), self._renderer.count_control(messages))
 
@@ -62,41 +62,38 @@ class Continuation:
 
         `start` is the index of the first new message in the whole conversation.
         """
-        shown, tools = self._expressed(messages, tools, start)
+        shown, tools = self._renderable(messages, tools, start)
         text, ids = self._tail(shown, tools, variables or {})
         ids = ids[1:] if last_token == ids[0] else ids
         return Prompt(ids, _opens_reasoning(text), self._renderer.count_control(messages))
 
     def root(self, tools: Tools = (), variables: Variables | None = None) -> TemplateInputs:
-        """What of tools and variables belongs to the conversation as a whole."""
+        """The part of tools and variables that is fixed for the whole conversation."""
         variables = variables or {}
-        shown, native = self._expressed([_SYSTEM, _USER] if "system" in self.abilities.first_roles else [_USER], tools)
+        shown, native = self._renderable([SYSTEM, USER] if "system" in self.abilities.first_roles else [USER], tools)
         plain = self._renderer.text(shown, prompt=False, tools=native)
         lasting = {
             name: value
             for name, value in variables.items()
             if self._renderer.text(shown, prompt=False, tools=native, variables={name: value}) != plain
         }
-        return TemplateInputs(canonical(list(tools)), canonical(lasting))
+        return TemplateInputs(_canonical(list(tools)), _canonical(lasting))
 
     def pinned(
         self, messages: Sequence[Message], limit: int, tools: Tools = (), variables: Variables | None = None
     ) -> int:
-        """How many first tokens hold the system prompt and the tools, as far as `limit` allows."""
+        """How many tokens at the start hold the system prompt and the tools, `limit` at most."""
         leading = []
         for message in messages:
             if message["role"] not in ("system", "developer"):
                 break
             leading.append(message)
-        shown, tools = self._expressed(leading, tools)
-        one, other = (
-            self._renderer.encode(
-                self._renderer.text(
-                    [*shown, {"role": "user", "content": text}], prompt=True, tools=tools, variables=variables
-                )
-            )
+        shown, tools = self._renderable(leading, tools)
+        texts = (
+            self._renderer.text([*shown, USER | {"content": text}], prompt=True, tools=tools, variables=variables)
             for text in ("A", "1")
         )
+        one, other = map(self._renderer.encode, texts)
         shared = 0
         while one[shared] == other[shared]:
             shared += 1
@@ -104,7 +101,7 @@ class Continuation:
         return min(whole[-1] if whole else 0, limit)
 
     def _tail(self, messages: Sequence[Message], tools: Tools, variables: Variables) -> tuple[str, list[int]]:
-        """Text and ids from the end of the synthetic assistant turn on."""
+        """Text and ids from the end of the synthetic assistant turn."""
         prefix = self.abilities.prefix_for(messages)
         text = self._renderer.text([*prefix, *messages], prompt=True, tools=tools, variables=variables)
         text = text.rpartition(SENTINEL)[2]
@@ -113,26 +110,26 @@ class Continuation:
             for index, token in enumerate(ids):
                 if is_end(token):
                     return text, ids[index:]
-        raise ModelError("the chat template does not mark where an assistant's turn ends, so it cannot be continued")
+        raise ModelError(NO_END_OF_TURN)
 
-    def _expressed(self, messages: Sequence[Message], tools: Tools, start: int = 0) -> tuple[list[Message], Tools]:
-        """Messages that this template shows in full; what it cannot show is refused by name."""
+    def _renderable(self, messages: Sequence[Message], tools: Tools, start: int = 0) -> tuple[list[Message], Tools]:
+        """Messages and tools in a form that this template renders in full. InvalidArgument if there is none."""
         roles = self.abilities.next_roles if start else self.abilities.first_roles
-        shown = [self._spoken(message) for message in messages]
+        shown = [self._supported(message) for message in messages]
         for index, message in enumerate(shown, start):
             if (role := message["role"]) not in roles:
                 where = f"messages[{index}].role"
-                here = "here" if role in self.abilities.first_roles else "at all"
+                known = "at this position" if role in self.abilities.first_roles else "at all"
                 raise InvalidArgument(
-                    f"{where}: this model's chat template does not show {role} messages {here}", param=where
+                    f"{where}: this model's chat template does not support {role} messages {known}", param=where
                 )
         if tools and not self.abilities.has_tools:
             shown = shown if start else _with_system(shown, hermes_system_block(tools))
             tools = ()
         return shown, tools
 
-    def _spoken(self, message: Message) -> Message:
-        """The message in roles and forms that the template knows."""
+    def _supported(self, message: Message) -> Message:
+        """The message in a role and form that the template supports."""
         role = message["role"]
         if role == "developer" and role not in self.abilities.first_roles:
             return message | {"role": "system"}
@@ -147,10 +144,6 @@ class Continuation:
         return message
 
 
-_USER: Message = {"role": "user", "content": "-"}
-_SYSTEM: Message = {"role": "system", "content": "-"}
-
-
 def _with_system(messages: list[Message], block: str) -> list[Message]:
     if messages and messages[0]["role"] == "system":
         return [messages[0] | {"content": f"{messages[0]['content']}\n\n{block}"}, *messages[1:]]
@@ -158,9 +151,9 @@ def _with_system(messages: list[Message], block: str) -> list[Message]:
 
 
 def _opens_reasoning(text: str) -> bool:
-    """Whether the generation prompt itself has begun to think."""
+    """Whether the generation prompt ends in an open reasoning tag."""
     return text.rstrip().endswith("<think>")
 
 
-def canonical(value: Any) -> str:
+def _canonical(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))

@@ -1,9 +1,9 @@
-"""Constraints that hold a generation to JSON, to a schema or to tool calls.
+"""Constraints that restrict a generation to JSON, to a JSON schema or to tool calls.
 
-Owns the way from a schema to masks over the model's vocabulary, by llguidance. Knows text and tokens, nothing of
-engines or HTTP. A schema is the caller's and may be hostile: compiling some of them never ends and no option of
-llguidance's stops it, so a grammar that is new is compiled in a child process first, where time and memory are limited.
-What is left to do for every token is limited by llguidance itself.
+Compiles schemas to masks over the model's vocabulary, by llguidance. Knows text and tokens, nothing of engines or HTTP.
+A client's schema may be hostile: compiling some of them never ends, and llguidance has no option to stop it. So each
+new grammar is first compiled in a child process with limited time and memory. The work for each token is limited by
+llguidance itself.
 """
 
 import json
@@ -27,8 +27,8 @@ SCHEMA = "response_format.json_schema.schema"
 
 _MAX_GRAMMAR_BYTES = 256 * 1024
 _MAX_KEPT = 32  # compiled grammars that are ready for the next request
-_MAX_REASON = 300  # characters of what llguidance says; it may quote the whole schema
-_NUM_TRIALS = 2  # at a time
+_MAX_REASON = 300  # characters of llguidance's error, which may quote the whole schema
+_NUM_TRIALS = 2  # at the same time
 _TRIAL_CPU_S, _TRIAL_WALL_S, _TRIAL_BYTES = 1, 20, 512 * 2**20
 
 _LIMITS: dict[str, Any] = {
@@ -40,7 +40,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-# Models indent by a line break, or put one space. More than that is where weak ones never come back from.
+# One line break with indentation, or one space: with more white space allowed, weak models never stop writing it.
 _JSON = {"whitespace_pattern": r"\n[ \t]{0,32}| "}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -61,17 +61,17 @@ for grammar in grammars:
 
 
 class _Part(NamedTuple):
-    """A grammar in plain text, without token ids, and the field of the request that it comes from."""
+    """A grammar as plain text, without token ids, and the request field that it comes from."""
 
     field: str
     grammar: str
 
 
 class Grammars:
-    """Constraints for one model; build it once a server. Thread-safe.
+    """Constraints for one model; create one per server. Thread-safe.
 
-    Every method blocks: for a tenth of a second where a grammar is new, for seconds where it is hostile or the first
-    of all. Call them in a thread, never on an event loop.
+    Every method blocks: for a tenth of a second for a new grammar, for seconds if it is hostile or the very first.
+    Call them in a thread, never on an event loop.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -86,23 +86,17 @@ class Grammars:
         part = _schema_part("response_format", {"type": "object"})
         return self._constraint([part], part.grammar)
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
-        """JSON that fits `schema`, properties in its order. What cannot be enforced in full is InvalidArgument."""
-        part = _schema_part(SCHEMA, schema)
+    def json_schema(self, schema: Mapping[str, Any], field: str = SCHEMA) -> Constraint:
+        """JSON that matches `schema`, properties in its order. InvalidArgument, naming `field`, if not enforceable."""
+        part = _schema_part(field, schema)
         return self._constraint([part], part.grammar)
 
     def tool_call(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        names: Collection[str] = (),
-        is_parallel: bool = True,
-        opening: str = "<tool_call>",
-        closing: str = "</tool_call>",
+        self, tools: Sequence[Mapping[str, Any]], *, names: Collection[str] = (), is_parallel: bool = True
     ) -> Constraint:
-        """One call of one of `tools` (OpenAI's form), or several, one a block and nothing else.
+        """One `<tool_call>` block that calls one of `tools` (OpenAI's form), or several blocks, and nothing else.
 
-        `names` are those that may be called; none given: all. A tag that is a token of its own is forced to be it.
+        `names` are the tools that may be called, all if empty. A tag that is one token must be sampled as that token.
         """
         parts: list[_Part] = []
         rules: list[str] = []
@@ -112,31 +106,29 @@ class Grammars:
             name, schema = _function(tool, where)
             if names and name not in names:
                 continue
-            part = _schema_part(f"{where}.parameters", schema)
+            parts.append(_schema_part(f"{where}.parameters", schema))
             lead = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
             rules.append(f'{_quoted(lead)} @arguments_{index} "}}"')
             arguments.append({"name": f"arguments_{index}", "json_schema": _with_options(schema)})
-            parts.append(part)
         if not rules:
-            raise InvalidArgument("tool_choice names no function that is among the tools", param="tool_choice")
+            raise InvalidArgument("tool_choice must name a function that is in tools", param="tool_choice")
         calls = 'call ("\\n" call)*' if is_parallel else "call"
 
         def grammar(before: str, after: str) -> str:
             lark = f'start: {calls}\ncall: {before} "\\n" body "\\n" {after}\nbody: {" | ".join(rules)}\n'
             return _dump([{"lark_grammar": lark}, *arguments])
 
-        parts.append(_Part("tools", grammar(_quoted(opening), _quoted(closing))))
-        return self._constraint(parts, grammar(self._tag(opening), self._tag(closing)))
-
-    # Inside
+        tags = ("<tool_call>", "</tool_call>")
+        parts.append(_Part("tools", grammar(*map(_quoted, tags))))
+        return self._constraint(parts, grammar(*map(self._tag, tags)))
 
     def _tag(self, text: str) -> str:
-        """`text` as the grammar spells it: by its id where it is a token that was added to the vocabulary."""
+        """`text` in the grammar: the token's id if it is a token that was added to the vocabulary."""
         added = {str(token.content): i for i, token in self._tokenizer.inner.get_added_tokens_decoder().items()}
         return f"<[{added[text]}]>" if text in added else _quoted(text)
 
     def _constraint(self, parts: Sequence[_Part], grammar: str) -> Constraint:
-        """The grammar, compiled. `parts` are what is tried out first; a failure of the grammar itself is the last's."""
+        """The compiled grammar. `parts` are compiled in the child process first; later errors name the last one."""
         field = parts[-1].field
         with self._lock:
             kept = self._kept.get(grammar)
@@ -145,7 +137,7 @@ class Grammars:
                 return kept
         for part in parts:
             if len(part.grammar) > _MAX_GRAMMAR_BYTES:
-                raise _refusal(part.field, f"it is longer than {_MAX_GRAMMAR_BYTES // 1024} KiB")
+                raise _refusal(part.field, f"it must not be longer than {_MAX_GRAMMAR_BYTES // 1024} KiB")
         with self._trials:
             _try_out(parts)
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -154,9 +146,9 @@ class Grammars:
             state = compiled.start()
             can_begin = state.may_end or state.allowed().any()
         except ConstraintFailed as exc:
-            raise _refusal(field, f"it has no beginning ({exc})") from exc
+            raise _refusal(field, f"it has no valid first token ({exc})") from exc
         if not can_begin:
-            raise _refusal(field, "nothing fits it")
+            raise _refusal(field, "no text matches it")
         with self._lock:
             for spent in [key for key, kept in self._kept.items() if kept.is_spent]:
                 del self._kept[spent]
@@ -175,7 +167,7 @@ class Grammars:
 
 
 class _Grammar:
-    """A compiled grammar. Its states share llguidance's lexer, so where one meets a limit, all are spent."""
+    """A compiled grammar. Its states share llguidance's lexer, so once one reaches a limit, all are unusable."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
         self.vocab_size = vocab_size
@@ -212,17 +204,17 @@ class _State:
     def _check(self) -> None:
         if self._matcher.is_error():
             self._grammar.is_spent = True
-            raise ConstraintFailed(f"the grammar of this generation failed: {_first_line(self._matcher.get_error())}")
+            raise ConstraintFailed(f"the grammar failed during generation: {_first_line(self._matcher.get_error())}")
 
 
 def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
-    """A tool's name and the schema of its arguments, which is always one of an object."""
+    """A tool's name and the schema of its arguments, which is always an object's."""
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidArgument(f"{where}.name must be text", param=f"{where}.name")
+        raise InvalidArgument(f"{where}.name must be a string", param=f"{where}.name")
     schema = function.get("parameters") or _NO_ARGUMENTS
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise _refusal(f"{where}.parameters", "not the schema of an object")
+        raise _refusal(f"{where}.parameters", "its type must be object")
     return function["name"], {"type": "object", **schema}
 
 
@@ -254,7 +246,7 @@ def _first_line(text: str) -> str:
 
 
 def _try_out(parts: Sequence[_Part]) -> None:
-    """Compile `parts` in a child process with little time and memory. Blocks; the first that fails is refused."""
+    """Compiles `parts` in a child process with limited time and memory. Blocks. Raises for the first that fails."""
     job = json.dumps([_TRIAL_CPU_S, _TRIAL_BYTES, _LIMITS, [part.grammar for part in parts]])
     command = [sys.executable, "-P", "-c", _TRIAL]
     try:
@@ -270,4 +262,4 @@ def _try_out(parts: Sequence[_Part]) -> None:
         return
     if code < 0:  # ended by a signal: out of time or memory
         raise _refusal(parts[len(errors)].field, "it takes too much time or memory to compile")
-    raise HoldfastError(f"grammars cannot be tried out: {trial.stderr.strip()}")
+    raise HoldfastError(f"the process that checks grammars failed: {trial.stderr.strip()}")

@@ -10,7 +10,7 @@ from holdfast.errors import ConfigError
 
 
 class Difference(NamedTuple):
-    """Where two messages part, and how each spells it."""
+    """The first field in which two messages differ, and its value in each."""
 
     field: str
     stored: Any
@@ -21,29 +21,18 @@ Matcher = Callable[[Message, Message], Difference | None]  # (stored, given)
 
 
 def normal(stored: Message, given: Message) -> Difference | None:
-    """Role, content and tool calls agree; reasoning that the client left out agrees too."""
-    return (
-        _field("role", stored, given)
-        or _field("content", stored, given)
-        or (_field("reasoning_content", stored, given) if given.get("reasoning_content") else None)
-        or _field("tool_call_id", stored, given)
-        or _calls(stored, given, with_ids=True)
-    )
+    """Role, content and tool calls are equal, and so is reasoning unless the client left it out."""
+    return _text_fields(stored, given) or _field("tool_call_id", stored, given) or _calls(stored, given, with_ids=True)
 
 
 def strict(stored: Message, given: Message) -> Difference | None:
-    """Every field agrees, reasoning too."""
+    """Every field is equal, reasoning and name too."""
     return normal(stored, given) or _field("reasoning_content", stored, given) or _field("name", stored, given)
 
 
 def loose_tool_call(stored: Message, given: Message) -> Difference | None:
-    """Like normal, but calls may have other ids."""
-    return (
-        _field("role", stored, given)
-        or _field("content", stored, given)
-        or (_field("reasoning_content", stored, given) if given.get("reasoning_content") else None)
-        or _calls(stored, given, with_ids=False)
-    )
+    """As `normal`, but calls may have other ids."""
+    return _text_fields(stored, given) or _calls(stored, given, with_ids=False)
 
 
 def role_content_only(stored: Message, given: Message) -> Difference | None:
@@ -56,7 +45,7 @@ _KNOWN: dict[str, Matcher] = {
 
 
 def load_matcher(name: str) -> Matcher:
-    """A matcher by name, or by the dotted path of a function of one's own."""
+    """A matcher by its name here, or by the dotted path of a function elsewhere."""
     if name in _KNOWN:
         return _KNOWN[name]
     module, _, attribute = name.rpartition(".")
@@ -64,8 +53,13 @@ def load_matcher(name: str) -> Matcher:
         matcher: Matcher = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as exc:
         known = ", ".join(_KNOWN)
-        raise ConfigError(f"matcher {name!r} is neither one of {known} nor a function's dotted path") from exc
+        raise ConfigError(f"matcher {name!r} is neither one of {known} nor the dotted path of a function") from exc
     return matcher
+
+
+def _text_fields(stored: Message, given: Message) -> Difference | None:
+    sent_reasoning = _field("reasoning_content", stored, given) if given.get("reasoning_content") else None
+    return role_content_only(stored, given) or sent_reasoning
 
 
 def _field(field: str, stored: Message, given: Message) -> Difference | None:
@@ -89,13 +83,13 @@ def _calls(stored: Message, given: Message, *, with_ids: bool) -> Difference | N
 
 
 def _number(text: str) -> float | int:
-    """1.0 is 1 to whoever has parsed and written it again."""
+    """1.0 and 1 are equal: clients parse numbers and write them again."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 def _json_value(text: str) -> tuple[str, str]:
-    """Equal for equal JSON values (true is not 1), whatever the spacing and the order of keys."""
+    """Equal for equal JSON values (true is not 1), regardless of spacing and the order of keys."""
     try:
         return "json", json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):

@@ -1,11 +1,17 @@
-"""A reply's raw text, as it comes, to what a client is told: content, reasoning, tool calls."""
+"""One assistant reply as it is generated: sampled tokens in; content, reasoning and tool calls out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from holdfast.chat.reasoning import ReasoningSplit, Split
-from holdfast.chat.stop_strings import StopStrings
+from holdfast.chat.messages import Message
+from holdfast.chat.stop_strings import StopStrings, StringSearch
+from holdfast.chat.tokenizer import Detokenizer, Tokenizer
 from holdfast.chat.tool_calls import Parsed, ToolCall, ToolCallParser
+from holdfast.generation import Done, Event, Sampled, StopReason
+
+_NEWLINES = "\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +25,84 @@ class Delta:
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
+    def __add__(self, other: "Delta") -> "Delta":
+        return Delta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+
+
+class ReasoningSplit:
+    """Splits `<think>reasoning</think>content`; only a tag at the very start of the reply opens reasoning.
+
+    White space before the opening tag and newlines directly inside and after the tags belong to the tags and are
+    dropped. A reply without an opening tag is all content, unchanged; without a closing tag it is all reasoning.
+    `starts_open` is for prompts that already end in the opening tag.
+    """
+
+    def __init__(self, open: str = "<think>", close: str = "</think>", starts_open: bool = False) -> None:
+        self._open = open
+        self._closing = StringSearch([close])
+        self._take = self._take_newlines_after_open if starts_open else self._take_start
+        self._space: list[str] = []  # white space that is dropped if a tag follows, and given back otherwise
+        self._tag = ""  # what has been seen of the opening tag
+
+    def push(self, text: str) -> Delta:
+        return self._take(text)
+
+    def finish(self) -> Delta:
+        """What was held back for a tag that did not come."""
+        is_reasoning = self._take == self._take_reasoning
+        rest = "".join(self._space) + self._tag + self._closing.finish().before
+        self._space, self._tag, self._take = [], "", self._take_content
+        return Delta(reasoning=rest) if is_reasoning else Delta(rest)
+
+    def _take_start(self, text: str) -> Delta:
+        if not self._tag:
+            body = text.lstrip()
+            self._space.append(text[: len(text) - len(body)])
+            text = body
+        self._tag += text
+        if self._tag.startswith(self._open):
+            after = self._tag[len(self._open) :]
+            self._space, self._tag, self._take = [], "", self._take_newlines_after_open
+            return self._take(after)
+        return Delta() if self._open.startswith(self._tag) else self.finish()
+
+    def _take_newlines_after_open(self, text: str) -> Delta:
+        if body := text.lstrip(_NEWLINES):
+            self._take = self._take_reasoning
+            return self._take(body)
+        return Delta()
+
+    def _take_reasoning(self, text: str) -> Delta:
+        cut = self._closing.push(text)
+        reasoning = self._without_last_newlines(cut.before)
+        if cut.found is None:
+            return Delta(reasoning=reasoning)
+        self._space, self._take = [], self._take_newlines_after_close
+        return Delta(self._take(cut.after).content, reasoning)
+
+    def _take_newlines_after_close(self, text: str) -> Delta:
+        if body := text.lstrip(_NEWLINES):
+            self._take = self._take_content
+        return Delta(body)
+
+    def _take_content(self, text: str) -> Delta:
+        return Delta(text)
+
+    def _without_last_newlines(self, text: str) -> str:
+        """The newlines held so far and `text`, except the newlines at its end, which are held now."""
+        body = text.rstrip(_NEWLINES)
+        if not body:
+            self._space.append(text)
+            return ""
+        body, self._space = "".join(self._space) + body, [text[len(body) :]]
+        return body
+
 
 class ReplyReader:
-    """Text -> stop strings -> reasoning -> tool calls. Without any of them text passes untouched.
+    """Text -> stop strings -> reasoning -> tool calls. Without any of them text passes unchanged.
 
-    Stop strings are looked for in the raw text, so one inside reasoning or inside a call ends the reply too. Once
-    `stopped_by` is set no more text is needed; `finish` still has what was held back.
+    Stop strings are searched in the raw text, so one inside reasoning or inside a call ends the reply too. Once
+    `stopped_by` is set no more text is needed; `finish` still returns what was held back.
     """
 
     def __init__(
@@ -42,19 +120,118 @@ class ReplyReader:
         return self._stop.matched
 
     def push(self, text: str) -> Delta:
-        split = self._split(self._stop.push(text))
-        parsed = self._parse(split.content)
-        return Delta(parsed.content, split.reasoning, parsed.calls)
+        return self._with_calls(self._split(self._stop.push(text)))
 
     def finish(self) -> Delta:
         split = self._split(self._stop.finish())
-        held = self._reasoning.finish() if self._reasoning else Split("", "")
-        parsed = self._parse(split.content + held.content)
+        if self._reasoning:
+            split += self._reasoning.finish()
+        delta = self._with_calls(split)
         last = self._tools.finish() if self._tools else Parsed()
-        return Delta(parsed.content + last.content, split.reasoning + held.reasoning, parsed.calls + last.calls)
+        return delta + Delta(last.content, calls=last.calls)
 
-    def _split(self, text: str) -> Split:
-        return self._reasoning.push(text) if self._reasoning else Split("", text)
+    def _split(self, text: str) -> Delta:
+        return self._reasoning.push(text) if self._reasoning else Delta(text)
 
-    def _parse(self, content: str) -> Parsed:
-        return self._tools.push(content) if self._tools else Parsed(content)
+    def _with_calls(self, split: Delta) -> Delta:
+        if self._tools is None:
+            return split
+        parsed = self._tools.push(split.content)
+        return Delta(parsed.content, split.reasoning, parsed.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyPiece:
+    """What some tokens added to a reply. `calls` are whole calls in OpenAI's form."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
+    tokens: tuple[Sampled, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class AssistantReply:
+    """One reply as it is sampled: `take` every batch of events, then `finish`.
+
+    Once `is_stopped`, a stop string has ended the reply and no further token belongs to it.
+    """
+
+    tokenizer: Tokenizer
+    reader: ReplyReader
+    tokens: list[Sampled] = field(default_factory=list)
+    num_reasoning: int = 0
+    stop_reason: StopReason | None = None  # None where a stop string cut it short
+    _detokenizer: Detokenizer = field(init=False)
+    _content: list[str] = field(default_factory=list)
+    _reasoning: list[str] = field(default_factory=list)
+    _calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.tokenizer)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.reader.stopped_by is not None
+
+    def take(self, batch: Sequence[Event]) -> Iterator[ReplyPiece]:
+        """What each token of a batch adds, up to a stop string."""
+        for event in batch:
+            if isinstance(event, Sampled):
+                yield self.push(event)
+                if self.is_stopped:
+                    return
+            elif isinstance(event, Done):
+                self.stop_reason = event.stop_reason
+
+    def push(self, token: Sampled) -> ReplyPiece:
+        self.tokens.append(token)
+        piece = self._piece(self.reader.push(self._detokenizer.push(token.token)), (token,))
+        self.num_reasoning += bool(piece.reasoning)
+        return piece
+
+    def finish(self) -> ReplyPiece:
+        """What was held back until the end was certain."""
+        held = self.reader.push(self._detokenizer.finish()) if not self.is_stopped else Delta()
+        return self._piece(held + self.reader.finish(), ())
+
+    @property
+    def finish_reason(self) -> str:
+        is_cut = self.stop_reason is StopReason.MAX_TOKENS
+        if self._calls and not is_cut:
+            return "tool_calls"
+        return "length" if is_cut and not self.is_stopped else "stop"
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """The stop string, or the token that ended the reply."""
+        if self.is_stopped:
+            return self.reader.stopped_by
+        return self.tokens[-1].token if self.stop_reason in (StopReason.EOS, StopReason.STOP_TOKEN) else None
+
+    @property
+    def message(self) -> Message:
+        """The reply so far, in normal form."""
+        message: Message = {"role": "assistant", "content": "".join(self._content)}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = list(self._calls)
+        return message
+
+    def _piece(self, delta: Delta, tokens: tuple[Sampled, ...]) -> ReplyPiece:
+        calls = tuple(_with_id(call) for call in delta.calls)
+        self._calls += calls
+        if delta.content:
+            self._content.append(delta.content)
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
+        return ReplyPiece(content=delta.content, reasoning=delta.reasoning, calls=calls, tokens=tokens)
+
+
+def _with_id(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -1,4 +1,4 @@
-"""The model's own tokenizer, from tokenizer.json or from a GGUF vocabulary."""
+"""Text to token ids and back, by the model's own tokenizer (tokenizer.json, or a GGUF file's vocabulary)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.decoders import DecodeStream
 
 from holdfast.errors import InvalidArgument, ModelError
 from holdfast.models import GGUFSource, ModelSource
@@ -22,7 +23,7 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. `bos_token` and `eos_token` are what chat templates may mention."""
+    """Text to ids and back. `bos_token` and `eos_token` are the texts that chat templates may insert."""
 
     inner: RustTokenizer
     eos_token_ids: frozenset[int]
@@ -30,22 +31,22 @@ class Tokenizer:
     eos_token: str = ""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; control tokens that are spelled out become real ones. Adds nothing.
+        """Ids of `text`, in which the text of a control token becomes that token. No BOS or EOS is added.
 
-        Text that the vocabulary has no bytes for is refused: the tokenizer itself would drop it in silence.
+        Raises InvalidArgument for bytes that the vocabulary has no token for: the tokenizer would drop them silently.
         """
         try:
             missing = self._missing_bytes.intersection(text.encode())
         except UnicodeEncodeError as exc:
             raise InvalidArgument(f"the text is not valid Unicode at character {exc.start}") from exc
         if missing:
-            raise InvalidArgument(f"the model's vocabulary cannot spell the byte 0x{min(missing):02X} of this text")
-        # As a batch of one it releases the interpreter lock, and is faster.
+            raise InvalidArgument(f"the model's vocabulary has no token for the byte 0x{min(missing):02X} of this text")
+        # A batch of one releases the interpreter lock, and is faster.
         ids: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of `text` in which control tokens that are spelled out stay text."""
+        """Ids of `text`, in which the text of a control token stays plain text."""
         ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -54,7 +55,7 @@ class Tokenizer:
         return text
 
     def is_control(self, token: int) -> bool:
-        """Whether the token is one that text cannot spell."""
+        """Whether this is a control token, such as the one that ends a turn."""
         return token in self._control
 
     @cached_property
@@ -63,7 +64,7 @@ class Tokenizer:
         return {str(self._added[token].content): token for token in sorted(self._control)}
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token adds to a text, which may be part of a character."""
+        """The bytes of one token, which may be only a part of a character."""
         text = self.inner.id_to_token(token)
         if text is None:
             return b""
@@ -79,7 +80,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes_by_char(self) -> dict[str, int]:
-        """How a byte-level vocabulary spells bytes; empty for others."""
+        """The byte behind each character of a byte-level vocabulary; empty for other vocabularies."""
         if not isinstance(self.inner.decoder, decoders.ByteLevel):
             return {}
         plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
@@ -88,7 +89,7 @@ class Tokenizer:
 
     @cached_property
     def _missing_bytes(self) -> frozenset[int]:
-        """Bytes without a token of their own, in a byte-level vocabulary (small ones lack some)."""
+        """Bytes that have no token in a byte-level vocabulary (small vocabularies lack some)."""
         chars = self._bytes_by_char.items()
         return frozenset(byte for char, byte in chars if self.inner.token_to_id(char) is None)
 
@@ -102,12 +103,34 @@ class Tokenizer:
         return added
 
 
+class Detokenizer:
+    """Token ids in, text out, as soon as it is certain and never half a character. Control tokens make no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._length = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._stream.step(self._tokenizer.inner, token) or ""
+        self._length += len(text)
+        return text
+
+    def finish(self) -> str:
+        """What was held back: bytes that never became a character, as replacement characters."""
+        rest = self._tokenizer.decode(self._ids, skip_special=True)[self._length :]
+        self._length += len(rest)
+        return rest
+
+
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     if isinstance(source, GGUFSource):
         return _from_gguf(source)
     path = source.path / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{source.path} has no tokenizer.json; text needs one, token ids do not")
+        raise ModelError(f"{source.path} has no tokenizer.json, which chat and text need; token ids work without it")
     config = source.read_json("tokenizer_config.json") or {}
     try:
         inner = RustTokenizer.from_file(str(path))
@@ -159,7 +182,7 @@ def _from_gguf(source: GGUFSource) -> Tokenizer:
 
 
 def _pre_tokenizer(source: GGUFSource, name: str) -> Any:
-    """How text is split before merging, by llama.cpp's name for it."""
+    """How text is split before merging. `name` is llama.cpp's."""
 
     def split(pattern: str) -> Any:
         return pre_tokenizers.Split(Regex(pattern), "isolated")

@@ -6,16 +6,15 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from holdfast.chat.answer import Piece
-from holdfast.chats.events import TokenUsage
-from holdfast.chats.sampled_reply import SampledReply, check_fits
+from holdfast.chat.reply import AssistantReply, ReplyPiece
+from holdfast.chats.events import ReplyEnd, TokenUsage
 from holdfast.chats.tree import Node
-from holdfast.chats.turn import ChatTurn, TurnResult, kept_request
+from holdfast.chats.turn import ChatTurn, TurnResult, check_fits, kept_request
 from holdfast.off_loop import run_off_loop
 from holdfast.sessions.record import TurnFacts
 
 
-async def generate_reply(turn: ChatTurn) -> AsyncGenerator[Piece | TurnResult, None]:
+async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResult, None]:
     """The reply as it is sampled, then what is to be recorded."""
     setup, claim, trajectory, prepared = turn.setup, turn.claim, turn.trajectory, turn.prepared
     request, prompt, parent = turn.request.request, prepared.prompt, prepared.parent
@@ -25,7 +24,7 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[Piece | TurnResult, N
     if base is trajectory.tree.root:
         await _pin(turn)
     is_reasoning = prompt.is_reasoning and request.params.constraint is None
-    reply = SampledReply(setup.chat.answer(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning))
+    reply = setup.chat.reply(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning)
     trajectory.needs_rewind = True  # from here on the backend holds more than is recorded
     async with contextlib.aclosing(claim.generate(request.params, parent.ids(since=base) + prompt.ids)) as batches:
         async for batch in batches:
@@ -34,7 +33,7 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[Piece | TurnResult, N
             if reply.is_stopped:
                 break
     yield reply.finish()
-    ending = reply.ending(_usage(turn, reply, base, recomputed), seed=request.params.seed)
+    ending = ReplyEnd.of(reply, _usage(turn, reply, base, recomputed), request.params.seed)
     facts = TurnFacts(
         sampling=request.params.as_record(),
         logprob_kind="raw",
@@ -68,12 +67,12 @@ async def _pin(turn: ChatTurn) -> None:
     await turn.claim.pin(runtime.checked_pin(max(model.sink, pinned)))
 
 
-def _usage(turn: ChatTurn, reply: SampledReply, base: Node, recomputed: int) -> TokenUsage:
+def _usage(turn: ChatTurn, reply: AssistantReply, base: Node, recomputed: int) -> TokenUsage:
     parent = turn.prepared.parent
     prompt_tokens = parent.end + len(turn.prepared.prompt.ids)
     return TokenUsage(
         prompt_tokens=prompt_tokens,
-        completion_tokens=reply.num_tokens,
+        completion_tokens=len(reply.tokens),
         prefilled_tokens=prompt_tokens - base.end + bool(base.end),  # the last token there was still pending
         dropped_tokens=turn.claim.session.num_dropped(turn.setup.runtime.model.recent),
         recomputed_tokens=recomputed + parent.end - base.end,

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.chat.answer import Piece
 from holdfast.chat.messages import Message
+from holdfast.chat.reply import AssistantReply, ReplyPiece
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.generation import Sampled, SamplingParams
 
@@ -53,8 +53,19 @@ class ReplyEnd:
     matched_stop: str | int | None = None
     seed: int = 0
 
+    @classmethod
+    def of(cls, reply: AssistantReply, usage: TokenUsage, seed: int) -> "ReplyEnd":
+        return cls(
+            message=reply.message,
+            finish_reason=reply.finish_reason,
+            tokens=tuple(reply.tokens),
+            usage=usage,
+            matched_stop=reply.matched_stop,
+            seed=seed,
+        )
 
-ReplyEvent = Piece | ReplyEnd
+
+ReplyEvent = ReplyPiece | ReplyEnd
 
 
 class ReplyWriter(Protocol):
@@ -99,4 +110,4 @@ class TurnRequest:
     key: IdempotencyKey
 
 
-TurnEvent = TurnStarted | Piece | ReplyEnd | TurnResponse
+TurnEvent = TurnStarted | ReplyPiece | ReplyEnd | TurnResponse

@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.chat.answer import Answer
-from holdfast.chats.events import ReplyEvent, TokenUsage
-from holdfast.chats.sampled_reply import SampledReply, check_fits
+from holdfast.chat.reply import AssistantReply
+from holdfast.chats.events import ReplyEnd, ReplyEvent, TokenUsage
+from holdfast.chats.turn import check_fits
 from holdfast.errors import SessionNotFound
 from holdfast.generation import SamplingParams
 from holdfast.sessions.admission import Admission
@@ -25,7 +25,7 @@ class StatelessRequest:
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
-    new_answer: Callable[[], Answer]
+    new_reply: Callable[[], AssistantReply]
     num_choices: int = 1
     may_truncate: bool = False
     pin_tokens: int | None = None
@@ -81,7 +81,7 @@ class StatelessReplies:
     async def _reply(
         self, owner: str, number: int, choice: _StatelessChoice, request: StatelessRequest
     ) -> AsyncGenerator[NumberedEvent, None]:
-        reply, prompt, params = SampledReply(request.new_answer()), choice.prompt, choice.params
+        reply, prompt, params = request.new_reply(), choice.prompt, choice.params
         async with (
             self._runtime.claim(choice.session_id, owner) as claim,
             contextlib.aclosing(claim.generate(params, () if choice.is_appended else prompt)) as batches,
@@ -94,13 +94,13 @@ class StatelessReplies:
         yield number, reply.finish()
         usage = TokenUsage(
             prompt_tokens=len(prompt),
-            completion_tokens=reply.num_tokens,
+            completion_tokens=len(reply.tokens),
             prefilled_tokens=len(prompt),
             dropped_tokens=claim.session.num_dropped(self._runtime.model.recent),
             reasoning_tokens=reply.num_reasoning,
             is_first=params.choice == 0,
         )
-        yield number, reply.ending(usage, seed=params.seed)
+        yield number, ReplyEnd.of(reply, usage, params.seed)
 
 
 async def _merged(replies: Sequence[AsyncGenerator[NumberedEvent, None]]) -> AsyncGenerator[NumberedEvent, None]:

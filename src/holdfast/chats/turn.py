@@ -10,19 +10,20 @@ from typing import Any
 
 import msgspec
 
-from holdfast.chat.answer import Piece
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.messages import Message
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chats.events import ReplyEnd, TurnEvent, TurnRequest, TurnResponse, TurnStarted
 from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
 from holdfast.chats.tree import Node
-from holdfast.errors import HoldfastError, SessionFailed, SessionNotFound
+from holdfast.errors import ContextTooLong, HoldfastError, SessionFailed, SessionNotFound
 from holdfast.generation import Sampled, StopReason
 from holdfast.off_loop import run_off_loop
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import TurnRecorded
 from holdfast.sessions.operations import Claim
+from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.record import TurnFacts, TurnRecord
 from holdfast.sessions.runtime import Runtime
 
@@ -47,7 +48,7 @@ class TurnResult:
 
 
 # Makes the reply of a turn: pieces as they come, then what is to be recorded, or a response that is not recorded.
-TurnSource = Callable[["ChatTurn"], AsyncGenerator[Piece | TurnResponse | TurnResult, None]]
+TurnSource = Callable[["ChatTurn"], AsyncGenerator[ReplyPiece | TurnResponse | TurnResult, None]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,3 +203,14 @@ def kept_request(request: Mapping[str, Any], parent: Node) -> bytes:
     if isinstance(messages := kept.get("messages"), list):
         kept["messages"] = messages[parent.num_messages :]
     return msgspec.json.encode(kept)
+
+
+def check_fits(num_new: int, model: ModelInfo, *, may_truncate: bool, field: str = "messages") -> None:
+    """Raises where new tokens exceed the window, unless the caller has agreed that they are cut."""
+    limit = model.sink + model.recent
+    if num_new > limit and not may_truncate:
+        raise ContextTooLong(
+            f"{field}: {num_new} new tokens exceed the window of {limit}; "
+            'send fewer, set "truncation": "auto", or serve with a larger --recent',
+            param=field,
+        )

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.chat.chat_model import ChatModel, load_chat
-from holdfast.chat.detokenize import Detokenizer
 from holdfast.chat.messages import Message
+from holdfast.chat.tokenizer import Detokenizer
 from holdfast.cli.client import add_server_flags, async_client, server_errors
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.embedded import build_worker

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
-from holdfast.backends.passthrough import parse_routes
 from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat

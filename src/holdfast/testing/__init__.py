@@ -1,1 +1,1 @@
-"""Stand-ins that pass the same contract suites as the real thing."""
+"""Fakes that pass the same contract suites as the real thing."""

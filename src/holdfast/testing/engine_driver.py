@@ -1,4 +1,4 @@
-"""An engine by hand, without scheduler or worker."""
+"""Runs an engine directly, without scheduler or worker."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ Array = NDArray[np.float32]
 
 
 def forward(engine: Engine, parts: Sequence[tuple[Slab, Sequence[int]]], num_logits: int | None = None) -> list[Array]:
-    """One forward; every token's logits for each part, or those of the last `num_logits`."""
+    """One forward pass: for each part the logits of every token, or of the last `num_logits` ones."""
     rows = [Row(slab, tokens, len(tokens) if num_logits is None else num_logits) for slab, tokens in parts]
     for slab, tokens in parts:
         slab.begin_write(len(tokens))
@@ -24,7 +24,7 @@ def forward(engine: Engine, parts: Sequence[tuple[Slab, Sequence[int]]], num_log
 
 
 def run_chunks(engine: Engine, slab: Slab, tokens: Sequence[int], sizes: Sequence[int]) -> Array:
-    """All logits of `tokens`, computed in chunks whose sizes repeat `sizes`."""
+    """The logits of all `tokens`, computed in chunks of `sizes`, which repeat."""
     out, start, turn = [], 0, 0
     while start < len(tokens):
         size = sizes[turn % len(sizes)]

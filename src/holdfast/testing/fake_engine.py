@@ -1,7 +1,7 @@
-"""An engine whose logits are a fingerprint of exactly what its last token can see. No model, no torch.
+"""An engine whose logits are a hash of exactly what its last token can see. No model, no torch.
 
-A cell keeps a token as its key and the token's position as its value, so any read of a cell that was
-overwritten, or of one too many, changes the logits beyond recognition.
+A cell stores a token as its key and the token's position as its value, so reading a cell that was overwritten, or one
+cell too many, changes the logits completely.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ class FakeEngine:
         return source.standard_normal(self._info.vocab_size).astype(np.float32)
 
     def expected_logits(self, tokens: Sequence[int], window: Window) -> Logits:
-        """What `forward` must give for every position of `tokens`, from the plain list alone."""
+        """What `forward` must return for every position of `tokens`, computed from the list alone."""
         rows = []
         for query in range(len(tokens)):
             rows.append(self._logits((tokens[p], p) for part in window.kept(query + 1) for p in part))

@@ -1,5 +1,7 @@
-"""Strict fakes of SGLang and vLLM on real sockets. They speak the documented wire format, refuse with 400 what the
-real ones would and what lacks a field that we must force, and misbehave when told to.
+"""A fake upstream server on a real socket, and the fake model behind it. What SGLang and vLLM have in common.
+
+The fakes follow the documented wire format, reject with 400 what the real servers reject or what lacks a field that
+we must set, and misbehave when told to:
 
     async with FakeSGLang() as upstream:
         upstream.faults.append(Fault(edit=lambda reply: reply["choices"].clear()))
@@ -7,6 +9,7 @@ real ones would and what lacks a field that we must force, and misbehave when to
 """
 
 import asyncio
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,24 +18,75 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from aiohttp import web
-
-from holdfast.testing.fake_model import Drawn, FakeModel
 
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest first
+
+
+@dataclass(slots=True)
+class FakeModel:
+    """A language model whose next-token distribution is a hash of the whole prompt.
+
+    `scripted` replies come first, one list of token ids each; after them tokens are drawn.
+    """
+
+    name: str = "fake-model"
+    vocab_size: int = 64
+    eos_token_id: int | None = 2
+    context: int = 4096
+    logprob_kind: str = "raw"
+    decode: Callable[[Sequence[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
+    scripted: deque[list[int]] = field(default_factory=deque)
+
+    def draw(self, prompt: Sequence[int], options: Mapping[str, Any], max_tokens: int) -> list[DrawnToken]:
+        """Up to `max_tokens`, ending with the first that stops."""
+        script = self.scripted.popleft() if self.scripted else None
+        stops = set(options.get("stop_token_ids") or ())
+        if not options.get("ignore_eos") and self.eos_token_id is not None:
+            stops.add(self.eos_token_id)
+        drawn: list[DrawnToken] = []
+        for index in range(len(script) if script is not None else max_tokens):
+            history = [*prompt, *(d.token for d in drawn)]
+            drawn.append(self._draw(history, options, script[index] if script is not None else None))
+            if script is None and drawn[-1].token in stops:
+                break
+        return drawn
+
+    def _draw(self, history: Sequence[int], options: Mapping[str, Any], forced: int | None) -> DrawnToken:
+        digest = hashlib.blake2b(np.asarray(history, np.int64).tobytes(), digest_size=8).digest()
+        source = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
+        logits = source.standard_normal(self.vocab_size) * 2
+        temperature = options.get("temperature")
+        temperature = 1.0 if temperature is None else temperature
+        cooled = logits / (temperature or 1.0)
+        raw, sampling = (x - np.log(np.exp(x - x.max()).sum()) - x.max() for x in (logits, cooled))
+        seed = options.get("seed", options.get("sampling_seed")) or 0
+        noise = np.random.Generator(np.random.PCG64([seed, len(history)])).gumbel(size=self.vocab_size)
+        token = int(np.argmax(cooled + noise * (temperature > 0))) if forced is None else forced
+        returned = raw if self.logprob_kind == "raw" else sampling
+        best = np.argsort(-returned)[:20]
+        return DrawnToken(token, float(returned[token]), [(int(i), float(returned[i])) for i in best])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What goes wrong with one reply; the fakes take the next one from their queue."""
+    """What goes wrong with one reply. The fakes take the next fault from their queue."""
 
     edit: Callable[[Json], Any] | None = None  # changes the reply in place; its result, if any, is sent instead
     body: bytes | None = None  # sent instead of the reply
     status: int = 0  # sent instead of the reply's own
     headers: Mapping[str, str] = field(default_factory=dict)
-    is_hanging: bool = False  # never answers
-    drops: str = ""  # "before" the reply, or in its "middle"
-    ends_after: int | None = None  # a stream stops, cleanly, after so many events
+    is_hanging: bool = False  # never replies
+    drops: str = ""  # closes the connection "before" the reply, or in its "middle"
+    ends_after: int | None = None  # a stream ends, cleanly, after this many events
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +103,17 @@ class Seen:
         return content
 
 
-class Refused(Exception):
-    """A request that the real server would not take."""
+class FakeRefusal(Exception):
+    """A request that the real server would reject."""
 
 
 def need(condition: object, why: str) -> None:
     if not condition:
-        raise Refused(why)
+        raise FakeRefusal(why)
 
 
 class FakeUpstream(ABC):
-    """A server on a free port of the loopback for as long as the context lasts."""
+    """A server on a free port of 127.0.0.1, for as long as the context lasts."""
 
     def __init__(
         self, model: FakeModel | None = None, *, key: str = "", delay_s: float = 0.0, routed_experts: Any = None
@@ -71,7 +125,8 @@ class FakeUpstream(ABC):
         self.faults: deque[Fault] = deque()
         self.requests: list[Seen] = []
         self.num_running = 0
-        self.num_left = 0  # clients that went away before their reply was there
+        self.most_running = 0  # at the same time
+        self.num_left = 0  # clients that disconnected before they had their reply
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -92,16 +147,24 @@ class FakeUpstream(ABC):
     def chats(self) -> list[Seen]:
         return [seen for seen in self.requests if seen.path == "/v1/chat/completions"]
 
+    def _routes(self) -> "Handlers":
+        return {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/tokenize"): self._tokenize,
+        }
+
     @abstractmethod
-    def _routes(self) -> dict[tuple[str, str], Callable[[Json, "Reply"], Awaitable[None]]]: ...
+    async def _chat(self, request: Json, reply: "FakeReply") -> None: ...
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.requests.append(
             Seen(request.method, request.path, request.rel_url.raw_query_string, dict(request.headers), body)
         )
-        reply = Reply(request, self.faults.popleft() if self.faults else Fault())
+        reply = FakeReply(request, self.faults.popleft() if self.faults else Fault())
         self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
         try:
             if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
                 return web.json_response({"error": {"message": "no valid key"}}, status=401)
@@ -110,7 +173,7 @@ class FakeUpstream(ABC):
             if handler is None:
                 return web.json_response({"detail": "Not Found"}, status=404)
             await handler(_object(body) if body else {}, reply)
-        except Refused as exc:
+        except FakeRefusal as exc:
             return web.json_response({"error": {"message": str(exc), "code": 400}}, status=400)
         except (asyncio.CancelledError, ConnectionError):
             self.num_left += 1
@@ -119,25 +182,31 @@ class FakeUpstream(ABC):
             self.num_running -= 1
         return reply.response
 
-    async def _draw(self, prompt: list[int], options: Mapping[str, Any], max_tokens: int) -> list[Drawn]:
+    async def _draw(self, prompt: list[int], options: Mapping[str, Any], max_tokens: int) -> list[DrawnToken]:
         drawn = self.model.draw(prompt, options, max_tokens)
         await asyncio.sleep(self.delay_s * len(drawn))
         return drawn
 
+    def _text(self, drawn: Sequence[DrawnToken]) -> str:
+        return self.model.decode([d.token for d in drawn if d.token != self.model.eos_token_id])
+
     def _check_prompt(self, ids: Any) -> list[int]:
         need(isinstance(ids, list) and ids, "the prompt must be a list of token ids")
-        need(all(type(i) is int and 0 <= i < self.model.vocab_size for i in ids), "a prompt id is no token")
+        need(
+            all(type(i) is int and 0 <= i < self.model.vocab_size for i in ids),
+            "the prompt has an id outside the vocabulary",
+        )
         return list(ids)
 
-    async def _models(self, request: Json, reply: "Reply") -> None:
+    async def _models(self, request: Json, reply: "FakeReply") -> None:
         card = {"id": self.model.name, "object": "model", "max_model_len": self.model.context}
         await reply.send({"object": "list", "data": [card]})
 
-    async def _tokenize(self, request: Json, reply: "Reply") -> None:
-        need(isinstance(request.get("prompt"), str), "prompt must be text")
+    async def _tokenize(self, request: Json, reply: "FakeReply") -> None:
+        need(isinstance(request.get("prompt"), str), "prompt must be a string")
         await reply.send({"tokens": list(request["prompt"].encode())})
 
-    def _check_chat(self, request: Json, reply: "Reply") -> int:
+    def _check_chat(self, request: Json, reply: "FakeReply") -> int:
         messages = request.get("messages")
         need(isinstance(messages, list) and messages, "messages must be a list")
         need(
@@ -153,8 +222,8 @@ class FakeUpstream(ABC):
         return int(max_tokens)
 
 
-class Reply:
-    """Sends what a handler says, or what its fault makes of it."""
+class FakeReply:
+    """Sends a handler's reply, changed by the fault if there is one."""
 
     def __init__(self, request: web.Request, fault: Fault) -> None:
         self.request = request
@@ -201,13 +270,16 @@ class Reply:
     def _cut_off(self) -> None:
         if self.request.transport is not None:
             self.request.transport.abort()
-        raise ConnectionResetError("told to drop the connection")
+        raise ConnectionResetError("the fault drops the connection")
+
+
+Handlers = dict[tuple[str, str], Callable[[Json, FakeReply], Awaitable[None]]]
 
 
 def _object(body: bytes) -> Json:
     try:
         content = json.loads(body)
     except ValueError as exc:
-        raise Refused(f"not JSON: {exc}") from exc
+        raise FakeRefusal(f"not JSON: {exc}") from exc
     need(isinstance(content, dict), "the body must be an object")
     return dict(content)

@@ -1,4 +1,4 @@
-"""The plain truth: a dense forward over the whole history under the window's mask, in float64 unless told otherwise.
+"""The reference: a dense forward over the whole history under the window's mask, in float64 by default.
 
 Written from the papers' formulas, sharing no code with the engines: weights by their Hugging Face names,
 one matrix of scores, no cache.
@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from holdfast.engine.window import Window
 from holdfast.models import Architecture
 
-Array = Any  # a numpy array of the dtype that was asked for
+Array = Any  # a numpy array of the requested dtype
 
 
 def weight_names(arch: Architecture) -> list[str]:

@@ -43,7 +43,6 @@ _RETRY_AFTER_S = {
     "queue_timeout": 5,
     "session_busy": 1,
     "draining": 5,
-    "upstream_aborted": 1,
     "paused": 5,
 }
 _MAX_TOLD = 1000  # characters
@@ -88,7 +87,7 @@ def response_for(error: Exception, *, is_plain: bool = False, request_id: str = 
 def _enveloped(error: Exception, request_id: str) -> JSONResponse:
     if isinstance(error, HoldfastError):
         headers: dict[str, str] = {}
-        if (seconds := _RETRY_AFTER_S.get(error.code)) is not None:
+        if (seconds := error.details.get("retry_after_s", _RETRY_AFTER_S.get(error.code))) is not None:
             headers["retry-after"] = str(seconds)
         if isinstance(error, SessionBusy):
             headers["x-should-retry"] = "false"  # OpenAI's clients would try again by themselves

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from holdfast.chat.answer import Piece
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.events import ReplyEnd, TokenUsage
 from holdfast.generation import Sampled
@@ -33,7 +33,7 @@ class ChatWriter:
     def opening(self, index: int) -> Json:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def chunk(self, index: int, piece: Piece, num_calls: int) -> Json | None:
+    def chunk(self, index: int, piece: ReplyPiece, num_calls: int) -> Json | None:
         """What a piece adds, None where that is nothing to tell. `num_calls`: calls that were told before."""
         delta: Json = {}
         if piece.content:
@@ -123,7 +123,7 @@ class TextWriter:
     def opening(self, index: int) -> Json | None:
         return None
 
-    def chunk(self, index: int, piece: Piece, num_calls: int) -> Json | None:
+    def chunk(self, index: int, piece: ReplyPiece, num_calls: int) -> Json | None:
         if not piece.content and not (self.with_logprobs and piece.tokens):
             return None
         return self._head([self._choice(index, piece.content, piece.tokens, None)])

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from holdfast.chat.answer import Piece
+from holdfast.chat.reply import ReplyPiece
 from holdfast.chats.events import ReplyEnd, TurnEvent, TurnResponse, TurnStarted
 from holdfast.chats.stateless import NumberedEvent
 from holdfast.errors import HoldfastError
@@ -98,7 +98,7 @@ class ChunkEncoder:
         self._ends: dict[int, ReplyEnd] = {}
         self._has_begun = False
 
-    def encode(self, index: int, item: Piece | ReplyEnd) -> bytes:
+    def encode(self, index: int, item: ReplyPiece | ReplyEnd) -> bytes:
         """What an event of choice `index` adds to the stream; empty where that is nothing."""
         chunks = b""
         if index not in self._num_calls:
@@ -210,7 +210,7 @@ class TurnResponder:
                         self.response = item
                     elif isinstance(item, ReplyEnd):
                         end = item
-                    elif isinstance(item, Piece) and (chunk := encoder.encode(0, item)):
+                    elif isinstance(item, ReplyPiece) and (chunk := encoder.encode(0, item)):
                         yield chunk
             if end is not None:
                 yield encoder.encode(0, end)

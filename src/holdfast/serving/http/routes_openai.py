@@ -45,8 +45,8 @@ class OpenAIRoutes:
         stateless = StatelessRequest(
             prompts=[ids],
             params=params,
-            new_answer=partial(
-                chat.answer,
+            new_reply=partial(
+                chat.reply,
                 stop=chat_body.stop,
                 tools=chat_body.callable_tools,
                 is_reasoning=is_reasoning and params.constraint is None,
@@ -76,7 +76,7 @@ class OpenAIRoutes:
                 top_logprobs=body.logprobs or 0,
                 eos_token_ids=model.eos_token_ids,
             ),
-            new_answer=partial(chat.text, stop=stop_strings(body)),
+            new_reply=partial(chat.text_reply, stop=stop_strings(body)),
             num_choices=body.n or 1,
             may_truncate=body.truncation == "auto",
             field="prompt",

@@ -6,8 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.backends.passthrough import Routes, forward, match
-from holdfast.backends.transport import Transport
+from holdfast.backends.transport import Routes, Transport, forward, match_route
 from holdfast.chats.service import ChatService
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.response import unless_disconnected
@@ -35,7 +34,7 @@ class UpstreamRoutes:
         self._chats.get(session_id, owner)
         raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
         _, _, rest = raw.decode("latin-1").removeprefix("/sessions/").partition("/")
-        path = match(self._upstream.routes, request.method, rest)
+        path = match_route(self._upstream.routes, request.method, rest)
         if path is None:
             raise HTTPException(404)
         body = await request.body()

@@ -1,11 +1,8 @@
-"""JSON objects as text: where one ends, and the call that one spells. The model's spelling is kept."""
+"""JSON objects as text: where one ends, and its members as they are spelled. Values are checked, never rewritten."""
 
 import json
 import re
-from collections.abc import Collection, Sequence
 from typing import Any, Never
-
-from holdfast.chat.tool_calls.base import ToolCall
 
 _NOT_BLANK = re.compile(r"[^ \t\r\n]")
 _STRUCTURE = re.compile(r'["{}\[\]<]')
@@ -13,10 +10,11 @@ _IN_STRING = re.compile(r'["\\\x00-\x1f]')
 
 
 class ObjectScan:
-    """Takes white space and one JSON object from text that comes in pieces.
+    """Takes white space and one JSON object from text that arrives in pieces.
 
-    Counts brackets only, so that each character is seen once: whether the object is valid is for others to say. It
-    is broken as soon as it cannot be one: no brace at its start, a `<` outside a string, a control character in one.
+    It only counts brackets, so that each character is read once; whether the object is valid JSON is checked later.
+    It is broken as soon as it cannot be an object: no brace at its start, a `<` outside a string, or a control
+    character inside a string.
     """
 
     def __init__(self) -> None:
@@ -33,7 +31,7 @@ class ObjectScan:
         return "".join(self._parts)
 
     def push(self, text: str) -> str:
-        """What is left of `text`, which is something only when the object is done or broken."""
+        """What is left of `text`; not empty only when the object is done or broken."""
         index = 0
         while index < len(text) and not self.is_done and not self.is_broken:
             index = self._in_text(text, index) if self._in_string else self._outside(text, index)
@@ -66,22 +64,6 @@ class ObjectScan:
         return found.start() if self.is_broken else found.end()
 
 
-def read_call(text: str, names: Collection[str], keys: Sequence[str]) -> ToolCall | None:
-    """The call of one of `names` that `text` spells, its arguments under the first of `keys` there is."""
-    try:
-        members = _members(text)
-        name, _ = members["name"]
-        value, spelled = next(members[key] for key in keys if key in members)
-        if isinstance(value, str):  # an object inside a string
-            value.encode()
-            spelled = value.strip()
-        if not isinstance(name, str) or name not in names or not is_object(spelled):
-            return None
-    except (ValueError, KeyError, StopIteration, RecursionError):
-        return None
-    return ToolCall(name, spelled)
-
-
 def is_object(text: str) -> bool:
     try:
         return isinstance(_JSON.decode(text), dict)
@@ -89,18 +71,9 @@ def is_object(text: str) -> bool:
         return False
 
 
-def _refuse(constant: str) -> Never:
-    raise ValueError(f"{constant} is not JSON")
-
-
-# Numbers are only checked, never used: as floats, those of any length are.
-_JSON = json.JSONDecoder(parse_constant=_refuse, parse_int=float)
-_BLANK = re.compile(r"[ \t\r\n]*")
-
-
-def _members(text: str) -> dict[str, tuple[Any, str]]:
-    """The members of a JSON object, each with its value as it is spelled. ValueError where it is none."""
-    members: dict[str, tuple[Any, str]] = {}
+def members(text: str) -> dict[str, tuple[Any, str]]:
+    """The members of a JSON object, each with its value and the value's text. ValueError if it is not an object."""
+    found: dict[str, tuple[Any, str]] = {}
     if not isinstance(_JSON.decode(text), dict):
         raise ValueError("not an object")
     index = _skip_blank(text, text.index("{") + 1)
@@ -108,11 +81,20 @@ def _members(text: str) -> dict[str, tuple[Any, str]]:
         key, index = _JSON.raw_decode(text, index)
         start = _skip_blank(text, text.index(":", index) + 1)
         value, end = _JSON.raw_decode(text, start)
-        members[key] = (value, text[start:end])
+        found[key] = (value, text[start:end])
         index = _skip_blank(text, end)
         if text[index] == ",":
             index = _skip_blank(text, index + 1)
-    return members
+    return found
+
+
+def _refuse(constant: str) -> Never:
+    raise ValueError(f"{constant} is not JSON")
+
+
+# Numbers are only checked, never used: as floats they may have any number of digits.
+_JSON = json.JSONDecoder(parse_constant=_refuse, parse_int=float)
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def _skip_blank(text: str, index: int) -> int:

@@ -1,8 +1,8 @@
-"""What a chat template can do, found out by trying: which roles it appends, whether tools show.
+"""What a chat template supports, found by rendering small conversations: roles, tools, and how to continue.
 
-A conversation is continued by rendering a synthetic one whose last assistant text is a sentinel, plus the
-new messages; which synthetic prefix works is found here too. A template that loses what it is given is
-as useless as one that raises.
+A conversation is continued by rendering a synthetic one whose last assistant text is a sentinel, plus the new
+messages; the probe also finds which synthetic prefix works. A template that drops a message counts as not
+supporting it, the same as one that raises.
 """
 
 import secrets
@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.chat.messages import Message
-from holdfast.chat.rendering import Renderer
+from holdfast.chat.template import Renderer
 from holdfast.errors import ModelError, TemplateError
 
-SENTINEL = f"holdfast-{secrets.token_hex(8)}"  # nobody's message can contain it
+SENTINEL = f"holdfast-{secrets.token_hex(8)}"  # random, so that no message contains it
+USER: Message = {"role": "user", "content": "-"}
+SYSTEM: Message = {"role": "system", "content": "-"}
+
+NO_END_OF_TURN = "the chat template does not mark where an assistant's turn ends, so a chat cannot be continued"
+
 _MARK = f"mark-{secrets.token_hex(8)}"
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -26,22 +31,20 @@ def _call(arguments: Any) -> list[dict[str, Any]]:
     return [{"id": "call00000", "type": "function", "function": {"name": _MARK, "arguments": arguments}}]
 
 
-_USER: Message = {"role": "user", "content": "-"}
-_SYSTEM: Message = {"role": "system", "content": "-"}
 _AFTER_TEXT: list[list[Message]] = [
-    [_USER, {"role": "assistant", "content": SENTINEL}],
-    [_SYSTEM, _USER, {"role": "assistant", "content": SENTINEL}],
+    [USER, {"role": "assistant", "content": SENTINEL}],
+    [SYSTEM, USER, {"role": "assistant", "content": SENTINEL}],
 ]
 _AFTER_CALL: list[list[Message]] = [
-    [_USER, {"role": "assistant", "content": "", "tool_calls": _call(SENTINEL)}],
-    [_USER, {"role": "assistant", "content": "", "tool_calls": _call(f'{{"a": "{SENTINEL}"}}')}],
+    [USER, {"role": "assistant", "content": "", "tool_calls": _call(SENTINEL)}],
+    [USER, {"role": "assistant", "content": "", "tool_calls": _call(f'{{"a": "{SENTINEL}"}}')}],
     *_AFTER_TEXT,
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """`after_text` and `after_call` are the synthetic prefixes that work, None where none does."""
+    """`after_text` and `after_call` are the prefixes that work after a text and after a tool call (None: no prefix)."""
 
     first_roles: frozenset[str]
     next_roles: frozenset[str]
@@ -55,14 +58,14 @@ class Abilities:
 
 
 def probe(renderer: Renderer) -> Abilities:
-    """Raises ModelError for a template that cannot be continued at all."""
-    has_tools = _MARK in _try(renderer, [_USER], with_tools=True)
+    """What the renderer's template supports. Raises ModelError if a conversation cannot be continued with it."""
+    has_tools = _MARK in _try(renderer, [USER], with_tools=True)
     after_text = _working(renderer, _AFTER_TEXT, _marked("user"), has_tools)
     if after_text is None:
-        raise ModelError("the chat template does not mark where an assistant's turn ends, so it cannot be continued")
+        raise ModelError(NO_END_OF_TURN)
     after_call = _working(renderer, _AFTER_CALL, _marked("tool"), has_tools)
-    first = {role for role in ("system", "developer") if _MARK in _try(renderer, [_marked(role), _USER])}
-    first |= {role for role in ("user", "assistant") if _MARK in _try(renderer, [_USER, _marked(role)])}
+    first = {role for role in ("system", "developer") if _MARK in _try(renderer, [_marked(role), USER])}
+    first |= {role for role in ("user", "assistant") if _MARK in _try(renderer, [USER, _marked(role)])}
     following = {
         role
         for role in ("system", "developer", "user", "assistant")
@@ -92,7 +95,7 @@ def _working(
 
 
 def _try(renderer: Renderer, messages: list[Message], *, with_tools: bool = False) -> str:
-    """The render, or nothing where the template refuses."""
+    """The rendered text, or "" if the template raises."""
     try:
         return renderer.text(messages, prompt=True, tools=[_TOOL] if with_tools else ())
     except TemplateError:
