@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from holdfast.backends.embedded import EmbeddedBackend
-from holdfast.chats.events import ReplyEnd, TokenUsage, TurnEvent, TurnResponse
+from holdfast.chat.reply import ReplyEnd, TokenUsage
+from holdfast.chats.events import TurnEvent, TurnResponse
 from holdfast.engine.worker import Worker
 from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, RecomputeTooLong, SessionBusy, SessionNotFound
 from holdfast.generation import Sampled, SamplingParams

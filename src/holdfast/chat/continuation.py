@@ -102,7 +102,8 @@ class Continuation:
 
     def _tail(self, messages: Sequence[Message], tools: Tools, variables: Variables) -> tuple[str, list[int]]:
         """Text and ids from the end of the synthetic assistant turn."""
-        prefix = self.abilities.prefix_for(messages)
+        follows_call = bool(messages) and messages[0]["role"] == "tool"
+        prefix = (follows_call and self.abilities.after_call) or self.abilities.after_text
         text = self._renderer.text([*prefix, *messages], prompt=True, tools=tools, variables=variables)
         text = text.rpartition(SENTINEL)[2]
         ids = self._renderer.encode(text)

@@ -235,3 +235,43 @@ def _with_id(call: ToolCall) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUsage:
+    """What a reply cost. `prefilled_tokens` of the prompt were computed, the others were cached."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    prefilled_tokens: int
+    dropped_tokens: int = 0
+    recomputed_tokens: int = 0
+    reasoning_tokens: int = 0
+    is_first: bool = True  # of the choices that share a prompt
+
+    @property
+    def cached_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.prefilled_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyEnd:
+    """The end of one reply: the whole message, its tokens and its usage."""
+
+    message: Message
+    finish_reason: str
+    tokens: tuple[Sampled, ...]
+    usage: TokenUsage
+    matched_stop: str | int | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, reply: AssistantReply, usage: TokenUsage, seed: int) -> "ReplyEnd":
+        return cls(
+            message=reply.message,
+            finish_reason=reply.finish_reason,
+            tokens=tuple(reply.tokens),
+            usage=usage,
+            matched_stop=reply.matched_stop,
+            seed=seed,
+        )

@@ -6,7 +6,6 @@ supporting it, the same as one that raises.
 """
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +50,6 @@ class Abilities:
     has_tools: bool
     after_text: list[Message]
     after_call: list[Message] | None
-
-    def prefix_for(self, messages: Sequence[Message]) -> list[Message]:
-        follows_call = bool(messages) and messages[0]["role"] == "tool"
-        return self.after_call if follows_call and self.after_call else self.after_text
 
 
 def probe(renderer: Renderer) -> Abilities:

@@ -6,11 +6,9 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from holdfast.chat.reply import AssistantReply, ReplyPiece
-from holdfast.chats.events import ReplyEnd, TokenUsage
+from holdfast.chat.reply import AssistantReply, ReplyEnd, ReplyPiece, TokenUsage
 from holdfast.chats.tree import Node
-from holdfast.chats.turn import ChatTurn, TurnResult, check_fits, kept_request
-from holdfast.off_loop import run_off_loop
+from holdfast.chats.turn import ChatTurn, TurnResult, check_fits, kept_request, run_off_loop
 from holdfast.sessions.record import TurnFacts
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from holdfast.chat.messages import Message
-from holdfast.chat.reply import AssistantReply, ReplyPiece
+from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.retry import IdempotencyKey
-from holdfast.generation import Sampled, SamplingParams
+from holdfast.generation import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,46 +23,6 @@ class ChatRequest:
     may_truncate: bool = False
     body: Mapping[str, Any] = field(default_factory=dict)  # as it came, for the record and for upstreams
     num_bytes: int = 0  # of that body
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenUsage:
-    """What a reply cost. `prefilled_tokens` of the prompt were computed, the others were cached."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    prefilled_tokens: int
-    dropped_tokens: int = 0
-    recomputed_tokens: int = 0
-    reasoning_tokens: int = 0
-    is_first: bool = True  # of the choices that share a prompt
-
-    @property
-    def cached_tokens(self) -> int:
-        return max(0, self.prompt_tokens - self.prefilled_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyEnd:
-    """The end of one reply: the whole message, its tokens and its usage."""
-
-    message: Message
-    finish_reason: str
-    tokens: tuple[Sampled, ...]
-    usage: TokenUsage
-    matched_stop: str | int | None = None
-    seed: int = 0
-
-    @classmethod
-    def of(cls, reply: AssistantReply, usage: TokenUsage, seed: int) -> "ReplyEnd":
-        return cls(
-            message=reply.message,
-            finish_reason=reply.finish_reason,
-            tokens=tuple(reply.tokens),
-            usage=usage,
-            matched_stop=reply.matched_stop,
-            seed=seed,
-        )
 
 
 ReplyEvent = ReplyPiece | ReplyEnd

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.chat.reply import AssistantReply
-from holdfast.chats.events import ReplyEnd, ReplyEvent, TokenUsage
+from holdfast.chat.reply import AssistantReply, ReplyEnd, TokenUsage
+from holdfast.chats.events import ReplyEvent
 from holdfast.chats.turn import check_fits
 from holdfast.errors import SessionNotFound
 from holdfast.generation import SamplingParams

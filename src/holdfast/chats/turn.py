@@ -6,20 +6,19 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.messages import Message
-from holdfast.chat.reply import ReplyPiece
-from holdfast.chats.events import ReplyEnd, TurnEvent, TurnRequest, TurnResponse, TurnStarted
+from holdfast.chat.reply import ReplyEnd, ReplyPiece
+from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
 from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
 from holdfast.chats.tree import Node
 from holdfast.errors import ContextTooLong, HoldfastError, SessionFailed, SessionNotFound
 from holdfast.generation import Sampled, StopReason
-from holdfast.off_loop import run_off_loop
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import TurnRecorded
 from holdfast.sessions.operations import Claim
@@ -28,6 +27,10 @@ from holdfast.sessions.record import TurnFacts, TurnRecord
 from holdfast.sessions.runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,3 +217,9 @@ def check_fits(num_new: int, model: ModelInfo, *, may_truncate: bool, field: str
             'send fewer, set "truncation": "auto", or serve with a larger --recent',
             param=field,
         )
+
+
+async def run_off_loop(work: Callable[[], T], num_bytes: int) -> T:
+    """The result of `work` on a request of that size. Large work runs in a thread, so that the event loop stays
+    responsive; for small work a thread would cost more than it saves."""
+    return work() if num_bytes < _LARGE_BYTES else await asyncio.to_thread(work)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from holdfast.chat.reply import ReplyPiece
+from holdfast.chat.reply import ReplyEnd, ReplyPiece, TokenUsage
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chats.events import ReplyEnd, TokenUsage
 from holdfast.generation import Sampled
 
 Json = dict[str, Any]

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from holdfast.chat.reply import ReplyPiece
-from holdfast.chats.events import ReplyEnd, TurnEvent, TurnResponse, TurnStarted
+from holdfast.chat.reply import ReplyEnd, ReplyPiece
+from holdfast.chats.events import TurnEvent, TurnResponse, TurnStarted
 from holdfast.chats.stateless import NumberedEvent
 from holdfast.errors import HoldfastError
 from holdfast.serving.http.error_response import INTERNAL, body_of

@@ -10,12 +10,12 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
-from holdfast.off_loop import run_off_loop
+from holdfast.chats.turn import run_off_loop
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, checked_ids, prompts, sampling_params, stop_strings
+from holdfast.serving.http.parse import chat_request, checked_ids, decode, prompts, sampling_params, stop_strings
 from holdfast.serving.http.render import ChatWriter, TextWriter
 from holdfast.serving.http.response import reply_response
-from holdfast.serving.http.schema import ChatCompletion, Completion, decode
+from holdfast.serving.http.schema import ChatCompletion, Completion
 from holdfast.sessions.ports import ModelInfo
 
 

@@ -13,10 +13,10 @@ from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, relayed_request
+from holdfast.serving.http.parse import chat_request, decode, relayed_request
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.response import TurnResponder
-from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward, decode
+from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.view import SessionState, page_of, page_start
 

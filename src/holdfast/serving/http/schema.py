@@ -1,22 +1,10 @@
-"""Request bodies by type. A body that does not fit is refused by the path of the field that is wrong."""
+"""The types of request bodies."""
 
-import json
-import math
-from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import fields
-
-from holdfast.errors import InvalidArgument
-
-T = TypeVar("T")
 
 MAX_STOPS = 16
-_SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is wrong
-_MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
 _Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -160,113 +148,3 @@ class Purge(Struct, kw_only=True, forbid_unknown_fields=True):
     session_ids: Annotated[list[str], Meta(min_length=1, max_length=100_000)] | None = None
     older_than_s: Annotated[float, Meta(ge=0, le=1e12)] | None = None
     dry_run: bool = False
-
-
-def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
-    """The body as `kind`, or InvalidArgument that names the field."""
-    if may_be_empty and not body.strip():
-        body = b"{}"
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise _decode_error(body, kind, exc) from exc
-    except RecursionError as exc:
-        raise InvalidArgument("the request body is nested too deeply") from exc
-
-
-def _decode_error(body: bytes, kind: Any, exc: Exception) -> InvalidArgument:
-    """What to say about a body that cannot be decoded. Reads it once more, more leniently, to find the field."""
-    if len(body) >= _SMALL:
-        return InvalidArgument(f"the request body is not valid: {exc}")
-    try:
-        value = json.loads(body, parse_int=_integer)
-        if where := _not_finite(value):
-            return InvalidArgument(f"{where} must be a finite number", param=where)
-        if isinstance(exc, msgspec.ValidationError):
-            return _refusal(value, kind, "")
-    except RecursionError:
-        return InvalidArgument("the request body is nested too deeply")
-    except ValueError as error:
-        exc = error
-    return InvalidArgument(f"the request body is not JSON: {exc}")
-
-
-def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) < _MAX_DIGITS else math.inf
-
-
-def _refusal(value: Any, kind: Any, path: str) -> InvalidArgument:
-    """Why `value` at `path` does not fit `kind`, which it does not: goes down to the first field that is wrong."""
-    for choice in _choices(kind):
-        if isinstance(value, dict) and isinstance(choice, type) and issubclass(choice, Struct):
-            return _field_refusal(value, choice, path)
-        if isinstance(value, list) and get_origin(choice) is list:
-            (item_kind,) = get_args(choice)
-            for index, item in enumerate(value):
-                if not _fits(item, item_kind):
-                    return _refusal(item, item_kind, f"{path}[{index}]")
-        if isinstance(value, dict) and get_origin(choice) is dict:
-            for key, item in value.items():
-                if not _fits(item, get_args(choice)[1]):
-                    return _refusal(item, get_args(choice)[1], f"{path}.{key}")
-    try:
-        msgspec.convert(value, kind)
-        reason = "is not valid"
-    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
-        reason = str(exc)
-    return InvalidArgument(f"{path or 'the request body'}: {reason[:1].lower()}{reason[1:]}", param=path or None)
-
-
-def _field_refusal(value: dict[str, Any], kind: type[Struct], path: str) -> InvalidArgument:
-    hints, within = get_type_hints(kind, include_extras=True), f"{path}." if path else ""
-    for name, item in value.items():
-        where = within + name
-        if name not in hints:
-            return InvalidArgument(f"{where} is not supported here", param=where)
-        if not _fits(item, hints[name]):
-            return _refusal(item, hints[name], where)
-    missing = within + next((info.name for info in fields(kind) if info.required and info.name not in value), "")
-    return InvalidArgument(f"{missing} is required", param=missing)
-
-
-def _choices(kind: Any) -> Iterator[Any]:
-    """The types that a union or an annotated type stands for."""
-    if get_origin(kind) is Annotated:
-        yield from _choices(get_args(kind)[0])
-    elif get_origin(kind) in (Union, UnionType):
-        for choice in get_args(kind):
-            yield from _choices(choice)
-    else:
-        yield kind
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    try:
-        msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: text with half a surrogate pair
-        return False
-    return True
-
-
-def _not_finite(value: Any) -> str | None:
-    """The path of a NaN or an infinity, which some clients write although JSON has none."""
-    waiting: list[tuple[_Path, Any]] = [((), value)]
-    for path, inner in waiting:
-        if isinstance(inner, float) and not math.isfinite(inner):
-            return _spelled(path)
-        if isinstance(inner, dict):
-            waiting += [((path, f".{key}"), item) for key, item in inner.items()]
-        elif isinstance(inner, list):
-            waiting += [((path, f"[{index}]"), item) for index, item in enumerate(inner)]
-    return None
-
-
-_Path = tuple[()] | tuple[Any, str]  # the path above, then the last step: joined only where it is needed
-
-
-def _spelled(path: _Path) -> str:
-    steps = []
-    while path:
-        path, step = path
-        steps.append(step)
-    return "".join(reversed(steps)).lstrip(".")
