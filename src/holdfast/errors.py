@@ -1,4 +1,4 @@
-"""Every error Holdfast raises on purpose. Facts only: doors decide on status codes.
+"""Every error Holdfast raises on purpose. Facts only: the endpoints map them to status codes.
 
 HoldfastError
 ├── InvalidArgument          the caller asked for something that cannot be

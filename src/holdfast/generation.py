@@ -1,4 +1,4 @@
-"""What a generation is asked for and what it answers. Shared by those who ask and those who compute."""
+"""Sampling parameters and the events of a generation. Shared by callers and backends."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]  # [vocabulary], True where a token may be sampled
 class ConstraintState(Protocol):
     """How far one generation has come under its constraint. One run's own; not thread-safe.
 
-    Where it cannot go on, its methods raise ConstraintFailed, and from then on always do.
+    If the constraint cannot be continued, its methods raise ConstraintFailed, then and from then on.
     """
 
     def allowed(self) -> Mask:
@@ -47,7 +47,7 @@ class Constraint(Protocol):
     def vocab_size(self) -> int: ...
 
     def start(self) -> ConstraintState:
-        """The state before the first token. Called by whoever computes, so it must not take long."""
+        """The state before the first token. Called in the engine thread, so it must be quick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,7 +225,7 @@ class ChatService:
 
 
 def _check_imported(node: Node) -> None:
-    """Raises where a turn from a file holds what no turn can hold: nobody else looks at it before it is used."""
+    """Raises if a turn from a file is not valid: nothing else checks it before it is used."""
     turn = node.turn
     read_messages([*turn.messages, turn.reply])
     for text in (turn.root.tools, turn.root.variables):

@@ -1,4 +1,4 @@
-"""The state of a chat session: its tree of turns, where its backend stands in it, and the turn in flight."""
+"""The state of a chat session: its tree of turns, the turn that the backend is at, and the turn in flight."""
 
 import itertools
 import time
@@ -85,7 +85,7 @@ class Trajectory:
 
     @property
     def num_branches(self) -> int:
-        """How many turns did not go on from the one before."""
+        """How many turns do not follow the turn before them."""
         nodes = [self.tree.root, *self.tree.nodes]
         return sum(node.parent is not before for before, node in itertools.pairwise(nodes))
 

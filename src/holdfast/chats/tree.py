@@ -176,7 +176,7 @@ class _Mismatch(NamedTuple):
 
 
 def _compare(node: Node, messages: Sequence[Message], matcher: Matcher) -> _Mismatch | None:
-    """None where the request goes on with all that this node said, given that it did so up to its parent."""
+    """None if the request contains all messages of this node; it is known to contain those of its parent."""
     index = node.parent.num_messages if node.parent else 0
     for stored in node.turn.messages:
         if index >= len(messages):
@@ -193,7 +193,7 @@ def _compare(node: Node, messages: Sequence[Message], matcher: Matcher) -> _Mism
 
 
 def first_difference(tip: Node, messages: Sequence[Message], matcher: Matcher) -> tuple[int, Difference] | None:
-    """Where the request leaves the path to `tip`, for whoever has to explain it."""
+    """Where the request first differs from the path to `tip`, for an error message."""
     for node in tip.path():
         if mismatch := _compare(node, messages, matcher):
             return mismatch.at, mismatch.what

@@ -88,7 +88,7 @@ class Stream:
         return self._done
 
     def rest(self) -> list[Event]:
-        """Events that nobody has taken; complete once the stream was left."""
+        """Events that were not consumed; complete once the stream was closed."""
         batch, self._events = self._events, []
         return batch
 

@@ -1,4 +1,4 @@
-"""Everything that is counted, in one place, on a registry of its own."""
+"""All Prometheus metrics of a server, on their own registry."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

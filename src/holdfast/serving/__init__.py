@@ -1,1 +1,1 @@
-"""The doors: wire <-> sessions, one error table each, one set of keys."""
+"""The endpoints: gRPC and HTTP, with one error table each and one set of API keys."""

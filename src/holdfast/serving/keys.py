@@ -1,4 +1,4 @@
-"""Who is calling. A key has an owner; sessions belong to owners."""
+"""API keys and owners: every key has an owner, and every session belongs to one."""
 
 import hashlib
 import hmac
@@ -76,7 +76,7 @@ def read_keys(path: str) -> Keys:
 
 
 def check_bind(address: str, keys: Keys, *, insecure: bool) -> None:
-    """Refuse to open a door to the world without keys."""
+    """Refuse to listen beyond loopback without API keys."""
     host = split_address(address)[0]
     if keys or insecure or is_loopback(host):
         return

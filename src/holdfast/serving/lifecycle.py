@@ -1,4 +1,4 @@
-"""Both doors in one process under one lifecycle: start, serve, drain, stop."""
+"""A whole server in one process: builds and wires everything, starts both endpoints, drains, stops."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ class ServerAddresses:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What the HTTP door needs to speak OpenAI."""
+    """What the HTTP endpoint needs for chats."""
 
     model: ChatModel
     config: ChatConfig
@@ -194,7 +194,7 @@ def _chat_setup(runtime: Runtime, config: ServeConfig, chat: Chat) -> ChatSetup:
 async def _purge(journal: Journal, retain_days: int) -> None:
     """Forget closed sessions in due time."""
     while retain_days:
-        with contextlib.suppress(HoldfastError):  # a journal that cannot be written now is told elsewhere
+        with contextlib.suppress(HoldfastError):  # readiness reports a journal that cannot be written
             await journal.purge(time.time() - retain_days * _DAY_S)
         await asyncio.sleep(_PURGE_INTERVAL_S)
 
@@ -207,7 +207,7 @@ async def _drain(runtime: Runtime, door: GrpcDoor, drain_s: float) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process that serves both doors."""
+    """Leaves signals to the process that serves both endpoints."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a server keeps outside its slabs: journal, snapshots of parked sessions, what an earlier process left."""
+"""Opens what a server has on disk: the journal, snapshots, and the sessions of the process before."""
 
 import contextlib
 import json

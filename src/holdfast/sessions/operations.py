@@ -1,4 +1,4 @@
-"""Operations on one claimed session. Each is brought to its end whoever still waits, and only then is it free again."""
+"""Operations on one claimed session. Each runs to its end even if its caller is cancelled; then the session is free."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What sessions need from whoever computes. Backends implement this; sessions know nothing else of them."""
+"""The interface between sessions and backends: what a backend must implement, and the values that cross."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class EventStream(Protocol):
     async def __anext__(self) -> list[Event]: ...
 
     def rest(self) -> list[Event]:
-        """Events that nobody has taken; complete once the stream was left."""
+        """Events that were not consumed; complete once the stream was closed."""
 
 
 class Backend(Protocol):
@@ -80,7 +80,7 @@ class Backend(Protocol):
     async def fork(self, handle: int) -> int: ...
 
     async def snapshot(self, handle: int) -> bytes | None:
-        """What `restore` needs to go on without computing the history again; None where there is no such thing."""
+        """What `restore` needs to continue without computing the history again; None if there is no such thing."""
 
     async def restore(self, content: bytes, tokens: Sequence[int]) -> int:
         """A new handle with the history `tokens`. Raises SnapshotMismatch where the content does not belong to it."""
@@ -123,7 +123,7 @@ class LogprobKind(StrEnum):
 class UpstreamCompletion:
     """What an upstream sampled, checked: `token_ids` and `logprobs` belong together, one by one.
 
-    `message` is the assistant message as it came, its content never None. The payloads are heavy, so they are told by
+    `message` is the assistant message as it came, its content never None. The payloads are large, so they are given by
     their place in the bytes that were received: a JSON text in base64, or a JSON array; None where we did not ask for
     them or it has none. `cut` are the members that the client's copy lacks.
     """

@@ -272,7 +272,7 @@ class Runtime:
         return sink
 
     async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]], **fields: Any) -> Session:
-        """Make room, open, and keep; whatever happens in between, no place is lost."""
+        """Make room, open the session in the backend, register it. If that fails, no slot is lost."""
         handle = await self._capacity.opened(opening, may_evict=fields["is_kept"])
         session = Session(id=new_session_id(), number=self.next_number(), handle=handle, clock=self._clock, **fields)
         self._registry.add(session)

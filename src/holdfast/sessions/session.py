@@ -233,7 +233,7 @@ class SessionRegistry:
         self._sessions[session.id] = session
 
     def remove(self, session: Session, why: str) -> None:
-        """Take a session out and remember why. From now on nobody can claim it."""
+        """Remove a session and remember why. From now on it cannot be claimed."""
         session.gate.close()
         session.closed_why = why
         del self._sessions[session.id]

@@ -1,4 +1,4 @@
-"""Sessions to files and back. What both doors call; on one event loop, heavy work in threads."""
+"""Export and import of sessions as files, for both endpoints. On one event loop, heavy work in threads."""
 
 import asyncio
 from array import array
@@ -43,7 +43,7 @@ class ChatContent:
 
 
 class ChatPort(Protocol):
-    """What keeps more about a chat session than its tokens: its turns, which are in the file too."""
+    """What knows the turns of chat sessions, which are in the file too."""
 
     @property
     def template_hash(self) -> str:
@@ -53,7 +53,7 @@ class ChatPort(Protocol):
         """All that is on record of a chat that the caller has claimed."""
 
     def prepare_import(self, stored: StoredSession) -> Callable[[], None]:
-        """Checks that this chat could go on here, or raises SessionFileRefused. Blocks, changes nothing.
+        """Checks that this chat can be continued here, or raises SessionFileRefused. Blocks, changes nothing.
 
         What it returns, called on the event loop, takes the chat over.
         """

@@ -1,4 +1,4 @@
-"""From a tree of turns to samples. Changes nothing; the same tree and options always give the same samples.
+"""Samples from a tree of turns, or from the spans of a token session. Pure: the same input gives the same samples.
 
 >>> from holdfast.sessions.record import TemplateInputs
 >>> from holdfast.generation import Sampled

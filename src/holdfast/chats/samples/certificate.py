@@ -1,4 +1,4 @@
-"""Certificates: what a sample was when it was exported, as hashes that anyone can compute again; and the checks of one.
+"""Certificates: hashes of a sample at export, and the checks that verify a sample against them.
 
 Each turn's link hashes the link before it, what is said of the turn, and its part of tokens, mask and logprobs. The
 digest closes the chain over lengths, weight versions and the hashes of all other arrays.
@@ -107,7 +107,7 @@ def problems(export: Export) -> list[str]:
 
 
 def problems_of(sample: Sample) -> list[str]:
-    """What is wrong with one sample. Where its turns do not fit its arrays, nothing else can be told."""
+    """What is wrong with one sample. If its turns do not fit its arrays, nothing else is checked."""
     return list(_misfits(sample)) or [*_untruths(sample), *_uncertified(sample)]
 
 

@@ -1,4 +1,4 @@
-"""Which turns a sample holds, which of them it trains, and what that is as a mask. No I/O, no format."""
+"""Which turns a sample contains, which of them are trained, and the loss mask."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Routed experts and indexer choices as upstreams give them, put together for a whole branch.
+"""Routed experts and indexer choices as upstreams send them, merged for a whole branch.
 
 A turn's payload has one row for each position that was computed: all of the turn's context up to, not including,
 its last token (`full`), or only those that its ancestors do not have (`additional`). Text is a nested JSON list, or

@@ -1,4 +1,4 @@
-"""The gRPC door: raw-token sessions."""
+"""The gRPC endpoint: sessions of raw tokens."""
 
 from holdfast.serving.grpc.server import GrpcDoor, create_server
 

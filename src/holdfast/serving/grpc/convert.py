@@ -1,4 +1,4 @@
-"""Wire messages to domain values and back. No decisions beyond what the wire cannot say."""
+"""Protobuf messages to our own values and back."""
 
 import secrets
 from collections.abc import Callable

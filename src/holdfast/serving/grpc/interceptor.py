@@ -1,4 +1,4 @@
-"""Around every call: who is calling, one error table, one count. Bytes that are no message are the caller's fault."""
+"""Around every gRPC call: API key and owner, decoding, the error table, a count."""
 
 import contextvars
 import logging

@@ -1,4 +1,4 @@
-"""RuntimeService: one method an RPC, each a translation and a call of the runtime."""
+"""RuntimeService: one method for each RPC, which converts the request and calls the runtime."""
 
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The one error table of the gRPC door."""
+"""The error table of the gRPC endpoint."""
 
 from typing import Any
 

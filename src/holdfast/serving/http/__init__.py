@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's API on sessions and without, for chats and for those who train on them."""
+"""The HTTP endpoint: OpenAI's API, stateless and on sessions, and what trainers need."""
 
 from holdfast.serving.http.app import create_app
 from holdfast.serving.http.routes_upstream import Upstream

@@ -1,4 +1,4 @@
-"""The one error table of the HTTP door, and OpenAI's envelope."""
+"""The error table of the HTTP endpoint, and OpenAI's error envelope."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The OpenAPI document of this door, made from the types that it decodes."""
+"""The OpenAPI document of the HTTP endpoint, generated from the request types."""
 
 from typing import Any
 

@@ -84,7 +84,7 @@ def sampling_params(
     top_logprobs: int = 0,
     constraint: Constraint | None = None,
 ) -> SamplingParams:
-    """OpenAI's defaults. Without a limit of its own a reply may fill the window once."""
+    """Sampling parameters with OpenAI's defaults. Without max_tokens a reply may fill the window once."""
     params = SamplingParams(
         seed=_seed(body.seed),
         max_tokens=max_tokens or model.recent,

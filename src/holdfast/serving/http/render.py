@@ -1,4 +1,4 @@
-"""Replies as OpenAI's clients read them: whole, or chunk by chunk."""
+"""Replies in OpenAI's format: whole, or chunk by chunk."""
 
 import secrets
 import time
@@ -33,7 +33,7 @@ class ChatWriter:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunk(self, index: int, piece: ReplyPiece, num_calls: int) -> Json | None:
-        """What a piece adds, None where that is nothing to tell. `num_calls`: calls that were told before."""
+        """The chunk for a piece; None if it adds nothing. `num_calls`: tool calls that were sent before."""
         delta: Json = {}
         if piece.content:
             delta["content"] = piece.content
@@ -110,7 +110,7 @@ class TextWriter:
     with_logprobs: bool = False
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
-    _lengths: dict[int, int] = field(default_factory=dict)  # characters of tokens that were told, by choice
+    _lengths: dict[int, int] = field(default_factory=dict)  # characters of the tokens sent so far, by choice
 
     def whole(self, endings: Sequence[ReplyEnd]) -> Json:
         choices = [

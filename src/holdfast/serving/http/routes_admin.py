@@ -1,5 +1,5 @@
-"""Health, readiness and metrics; and what a trainer controls while agents work (for the owner `admin`, or for anyone
-where no keys are set)."""
+"""Routes for operators: health, readiness, metrics, and control (pause, resume, weight version; for the owner `admin`,
+or for anyone where no keys are set)."""
 
 import secrets
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What leaves a server and what comes into it: samples, session files, and the purge of closed sessions."""
+"""Routes for data: samples, session files, and the purge of closed sessions."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Session endpoints: an OpenAI client whose base URL is a session."""
+"""Routes of chat sessions: create, list, show, fork, reward, delete, and chat by a session's own base URL."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is journaled, what a journal promises, and the journal of a server that keeps nothing. Pure data and a protocol.
+"""Journal entries, the journal protocol, and the journal of a server without a data directory. Pure data.
 
 Entries are facts about sessions, each true from the moment it is on disk. Arrays are int32 tokens (`array("i")`) and
 float64 logprobs (`array("d")`); they must not change once they were handed over.
@@ -32,7 +32,7 @@ class ForkedFrom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """A session as its creator asked for it. `sink` is what the backend keeps, `pin_tokens` what the client said."""
+    """A new session. `sink` is what the backend pins, `pin_tokens` what the client asked for."""
 
     session_id: str
     number: int
@@ -106,7 +106,7 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """The backend keeps the first `sink` tokens from here on."""
+    """The backend pins the first `sink` tokens from now on."""
 
     session_id: str
     sink: int
@@ -162,7 +162,7 @@ Step = TokensGiven | TokensSampled | HistoryRewound | TurnRecord  # of turns, no
 class StoredSession:
     """A session as it is on record. `opened.sink` is as it was pinned last.
 
-    `failure` says what is damaged, where something is; `steps` then end before it, and the session must not go on.
+    `failure` says what is damaged, if something is; `steps` then end before it, and the session must not be continued.
     """
 
     opened: SessionOpened
@@ -192,7 +192,7 @@ class Journal(Protocol):
 
     @property
     def keeps_bodies(self) -> bool:
-        """Whether what was written can be read again, so that nobody else need hold it."""
+        """Whether written bodies can be read back, so that they need not be held in memory."""
 
     async def write(self, *entries: Entry) -> None:
         """Returns when all entries are on disk; they come there together or not at all.
@@ -234,7 +234,7 @@ class Journal(Protocol):
         """Forget the sessions that were closed before that time; how many."""
 
     async def close(self) -> None:
-        """Everything that was handed over is on disk, or its writer was told. Nothing can be written after."""
+        """Flush: everything handed over is on disk, or its caller got an error. Nothing can be written afterwards."""
 
 
 class NoJournal:

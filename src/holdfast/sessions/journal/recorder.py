@@ -1,4 +1,4 @@
-"""Entries to rows. Runs in the writer's thread, inside its transaction; large bodies go to the segment files."""
+"""Journal entries to database rows, in the writer's thread and transaction; large bodies go to the segment files."""
 
 import json
 import sqlite3

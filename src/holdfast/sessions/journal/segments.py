@@ -1,4 +1,4 @@
-"""Heavy bytes in append-only files. Where they lie and what they sum up to is kept elsewhere, by whoever commits.
+"""Large bodies in append-only files. Their positions and checksums are in the database.
 
 One thread appends: `append` any number of times, `sync`, and after the commit `keep`, or `discard` if there was none.
 Any thread may `read`. Everything blocks.
@@ -66,7 +66,7 @@ class Segments:
         self._kept = self._end
 
     def discard(self) -> None:
-        """Take back what was appended since the last `keep`; its place is used again."""
+        """Discard what was appended since the last `keep`; its space is used again."""
         self._end = self._kept
         self._unsynced.clear()
         for segment, file in list(self._files.items()):

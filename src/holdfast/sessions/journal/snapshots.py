@@ -1,4 +1,4 @@
-"""Snapshots of parked sessions: in host memory first, then on disk, each within its budget. Bytes, whatever they mean.
+"""Snapshots of parked sessions: in host memory first, then on disk, each within its budget.
 
 A snapshot is a shortcut: a session whose snapshot is gone recomputes from its history. So nothing here is synced, a
 full disk is no error, and a damaged file is as good as none. Every method but the sizes blocks: call them off the loop.
@@ -165,7 +165,7 @@ class SnapshotStore:
 
 
 def _held(content: memoryview) -> memoryview:
-    """A copy in pages of its own, which go back to the system with it: what malloc frees, it may keep."""
+    """A copy in mmap pages, which return to the system when it is dropped; memory that malloc frees may not."""
     pages = mmap.mmap(-1, max(1, len(content)))
     pages.write(content)
     return memoryview(pages)[: len(content)]

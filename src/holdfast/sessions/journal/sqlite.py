@@ -1,4 +1,4 @@
-"""The journal in a directory: SQLite for everything but heavy bytes, segment files for those."""
+"""The journal in a directory: SQLite, and segment files for large bodies."""
 
 import asyncio
 import contextlib
@@ -179,7 +179,7 @@ class SqliteJournal:
         return [None] * len(writes)
 
     def _failed(self, exc: Exception) -> HoldfastError:
-        """What the writer is told. Only what would hit others too is a matter of health."""
+        """The error for the caller. Only a failure that would affect other writes too makes the journal unhealthy."""
         if isinstance(exc, HoldfastError):
             return exc
         if isinstance(exc, OSError | sqlite3.OperationalError) or type(exc) is sqlite3.DatabaseError:

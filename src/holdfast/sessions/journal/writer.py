@@ -1,4 +1,4 @@
-"""The one thread that writes: what is queued when it looks is one commit. Callers wait where it cannot keep up.
+"""The one thread that writes to the journal: everything queued becomes one commit. If it cannot keep up, callers wait.
 
 Knows nothing of databases: `commit` is whatever brings entries to disk.
 """
@@ -107,7 +107,7 @@ class JournalWriter:
             self._tell(batch, outcomes)
 
     def _tell(self, batch: Sequence[Write], outcomes: Sequence[Exception | None]) -> None:
-        """Whoever waits, all at once: the loop is woken one time for the whole commit."""
+        """Wake all callers that wait for this commit, with one call into the event loop."""
         told = []
         for write, outcome in zip(batch, outcomes, strict=True):
             if write.conclude is not None:
