@@ -57,7 +57,7 @@ def test_the_quickstart_works_from_its_first_block_to_its_last(tmp_path: Path) -
     with reading(tmp_path) as reader:
         outputs = _follow(reader, blocks_of(ROOT / "docs/quickstart.md", "bash", "python"))
     computed = [int(number) for number in re.findall(r"(\d+) computed", "".join(outputs))]
-    sent = [int(number) for number in re.findall(r"(\d+) tokens of prompt", "".join(outputs))]
+    sent = [int(number) for number in re.findall(r"(\d+) prompt tokens", "".join(outputs))]
     assert sent == sorted(set(sent))  # the conversation grows, also over the restart
     assert max(computed[1:]) <= 24 < computed[0]  # what it costs does not
 
