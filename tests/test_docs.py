@@ -57,7 +57,7 @@ def test_the_quickstart_works_from_its_first_block_to_its_last(tmp_path: Path) -
     with reading(tmp_path) as reader:
         outputs = _follow(reader, blocks_of(ROOT / "docs/quickstart.md", "bash", "python"))
     computed = [int(number) for number in re.findall(r"(\d+) computed", "".join(outputs))]
-    sent = [int(number) for number in re.findall(r"(\d+) tokens of prompt", "".join(outputs))]
+    sent = [int(number) for number in re.findall(r"(\d+) prompt tokens", "".join(outputs))]
     assert sent == sorted(set(sent))  # the conversation grows, also over the restart
     assert max(computed[1:]) <= 24 < computed[0]  # what it costs does not
 
@@ -100,7 +100,7 @@ def test_the_table_of_metrics_is_what_the_server_exposes(reader: Reader) -> None
     exposed = httpx.get(f"http://{reader.http}/metrics").text
     names = set(re.findall(r"^# TYPE (holdfast_\w+) ", exposed, re.MULTILINE))
     names -= {name for name in names if name.endswith("_created")}  # written by the library for each counter
-    section = SERVING.read_text(encoding="utf-8").partition("## Watching")[2].partition("\n## ")[0]
+    section = SERVING.read_text(encoding="utf-8").partition("## Monitoring")[2].partition("\n## ")[0]
     cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
     listed = {f"holdfast_{name}" for cell in cells for name in re.findall(r"`(\w+)", cell)}
     assert listed == names
