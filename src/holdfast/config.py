@@ -72,7 +72,7 @@ class ServeConfig:
     compat: str = option("none", "error format of another session server", choices=("none", "miles"))
     backend: str = option("embedded", "where generation runs", choices=("embedded", "sglang", "vllm"))
     weight_version: str = option("", "version of the weights if the upstream reports none; can be changed later")
-    pause_max_wait_s: float = option(60.0, "longest wait of a turn while turns are paused, in seconds")
+    pause_max_wait_s: float = option(60.0, "longest wait of a request while generation is paused, in seconds")
 
     def __post_init__(self) -> None:
         try:
