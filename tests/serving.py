@@ -57,6 +57,18 @@ class SlowEngine(FakeEngine):
         return super().forward(rows)
 
 
+@contextlib.contextmanager
+def held(engine: SlowEngine) -> Iterator[None]:
+    """The engine gets no further than its next forward while the context lasts."""
+    before = engine.num_forwards
+    engine.may_run.clear()
+    try:
+        yield
+        assert engine.num_forwards <= before + 1  # the one in which it is held
+    finally:
+        engine.may_run.set()
+
+
 class ScriptedEngine(SlowEngine):
     """A fake that says what it is told to: a request's seed names its script, at whose end it goes on by chance."""
 

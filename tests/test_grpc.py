@@ -24,7 +24,8 @@ from holdfast.errors import ConfigError, EngineDied
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.server import SERVICE
-from tests.serving import VOCABULARY, Server, SlowEngine, serving
+from tests.serving import VOCABULARY, Server, SlowEngine, held, serving
+from tests.talking import eventually, until
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ async def test_drain_cancels_what_outlasts_it() -> None:
         call = generate(server, session, 1_000_000)
         await call.read()
         started = time.monotonic()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # of more than half an hour
 
 
 async def test_a_busy_session_refuses_at_once_without_touching_the_engine(server: Server) -> None:
@@ -150,21 +151,15 @@ async def test_a_busy_session_refuses_at_once_without_touching_the_engine(server
     alone = await create(server, [1, 2, 3])
     running = generate(server, session, 200)
     first = (await running.read()).token.token_id
-    engine = engine_of(server)
-    delays, forwards = [], []
-    for attempt in (
-        lambda: generate(server, session).read(),
-        lambda: server.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1])),
-        lambda: server.stub.RewindSession(pb.RewindSessionRequest(session_id=session)),
-        lambda: server.stub.ForkSession(pb.ForkSessionRequest(session_id=session)),
-    ):
-        started, before = time.monotonic(), engine.num_forwards
-        async with refused(grpc.StatusCode.ABORTED, "session_busy"):
-            await attempt()
-        delays.append(time.monotonic() - started)
-        forwards.append(engine.num_forwards - before)
-    assert max(delays) < 0.05
-    assert max(forwards) < 25  # only those of the running stream
+    with held(engine_of(server)):  # whoever waited for the engine would get no answer
+        for attempt in (
+            generate(server, session).read(),
+            server.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1]), timeout=30),
+            server.stub.RewindSession(pb.RewindSessionRequest(session_id=session), timeout=30),
+            server.stub.ForkSession(pb.ForkSessionRequest(session_id=session), timeout=30),
+        ):
+            async with refused(grpc.StatusCode.ABORTED, "session_busy"):
+                await attempt
     assert [first, *await tokens_of(running)] == await tokens_of(generate(server, alone, 200))
 
 
@@ -205,14 +200,11 @@ async def test_killing_the_client_stops_the_engine_and_keeps_the_session() -> No
                 for _ in range(source.randint(1, 6)):
                     message = await call.read()
                     streamed += [message.token.token_id] if message.HasField("token") else []
-            killed = time.monotonic()
-            while (await info(server, session)).busy:
-                assert time.monotonic() - killed < 1
-                await asyncio.sleep(0.001)
+            await eventually(lambda: info(server, session), lambda view: not view.busy)
             expected += [5, 6, *streamed]
             now = await history(server, session)
             assert now[: len(expected)] == expected
-            assert len(now) - len(expected) < 50
+            assert len(now) - len(expected) < 5000  # of 100 000; at least ten seconds, for a busy machine
             expected = now
             assert (await info(server, session)).history_length == len(now)
         idle_since = engine.num_forwards
@@ -376,15 +368,12 @@ async def test_closing_in_mid_stream_cancels_and_later_calls_say_closed(server: 
 
 
 async def test_idle_sessions_expire(server: Server) -> None:
-    async with serving(SlowEngine(), idle_ttl_s=0.2) as short:
-        idle, busy = await create(short, [1]), await create(short, [1])
-        call = generate(short, busy, 400)
-        while True:
-            await call.read()
-            try:
-                await info(short, idle)
-            except grpc.aio.AioRpcError:
-                break
+    async with serving(SlowEngine(), idle_ttl_s=1) as short:
+        busy = await create(short, [1])
+        call = generate(short, busy, 100_000)
+        await call.read()
+        idle = await create(short, [1])
+        await until(lambda: short.metrics.registry.get_sample_value("holdfast_session_active") == 1)
         async with refused(grpc.StatusCode.NOT_FOUND, "session_not_found", detail="expired"):
             await info(short, idle)
         assert (await info(short, busy)).busy
@@ -425,9 +414,7 @@ async def test_sessions_are_listed_by_page_label_and_state(server: Server) -> No
 async def test_a_deadline_stops_the_engine_and_keeps_what_was_streamed(server: Server) -> None:
     session = await create(server, [1])
     options = pb.SamplingOptions(temperature=0)
-    call = server.stub.Generate(
-        pb.GenerateRequest(session_id=session, max_tokens=100_000, sampling=options), timeout=0.3
-    )
+    call = server.stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=100_000, sampling=options), timeout=2)
     streamed: list[int] = []
 
     async def read_all() -> None:
@@ -438,8 +425,7 @@ async def test_a_deadline_stops_the_engine_and_keeps_what_was_streamed(server: S
         await read_all()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert len(streamed) > 10
-    while (await info(server, session)).busy:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: info(server, session), lambda view: not view.busy)
     assert (await history(server, session))[1 : 1 + len(streamed)] == streamed
 
 

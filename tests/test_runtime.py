@@ -18,7 +18,7 @@ from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.http.turn_response import TurnResponder
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions.runtime import Runtime
-from tests.serving import SlowEngine, model_of
+from tests.serving import SlowEngine, held, model_of
 from tests.talking import until
 
 T = TypeVar("T")
@@ -54,13 +54,10 @@ def _tokens(runtime: Runtime, session: str) -> list[int]:
 async def _computing(engine: SlowEngine, work: Coroutine[Any, Any, T]) -> "AsyncIterator[asyncio.Task[T]]":
     """`work` as a task for which the engine is in the middle of a forward, where it stays while the context lasts."""
     before = engine.num_forwards
-    engine.may_run.clear()
-    task = asyncio.ensure_future(work)
-    try:
+    with held(engine):
+        task = asyncio.ensure_future(work)
         await until(lambda: engine.num_forwards > before)
         yield task
-    finally:
-        engine.may_run.set()
 
 
 async def _idle(runtime: Runtime, session: str) -> None:

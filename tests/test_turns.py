@@ -13,7 +13,7 @@ from holdfast.chats.broadcast import Broadcast
 from holdfast.testing.fake_upstream import Fault
 from tests.effort import examples
 from tests.relaying import Relay
-from tests.serving import SlowEngine, default_chat, serving, wordy_engine
+from tests.serving import SlowEngine, default_chat, held, serving, wordy_engine
 from tests.talking import as_events_text, chat_path, client_of, error_of, eventually, open_session, said, until
 from tests.test_relay import chatting
 
@@ -100,12 +100,11 @@ async def _joined(
 ) -> list[httpx.Response]:
     """The responses to the same request made twice, the second one while the engine computes the first."""
     num_forwards, num_listened = engine.num_forwards, len(listened)
-    engine.may_run.clear()
-    first = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
-    await until(lambda: engine.num_forwards > num_forwards)
-    second = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
-    await until(lambda: len(listened) == num_listened + 2)
-    engine.may_run.set()
+    with held(engine):
+        first = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
+        await until(lambda: engine.num_forwards > num_forwards)
+        second = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
+        await until(lambda: len(listened) == num_listened + 2)
     assert listened[-2] is listened[-1]
     return [await first, await second]
 
