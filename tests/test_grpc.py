@@ -103,7 +103,7 @@ async def test_health_flips_to_not_serving_on_drain() -> None:
     engine = SlowEngine()
     async with contextlib.AsyncExitStack() as stack:
         leaving = contextlib.AsyncExitStack()
-        server = await leaving.enter_async_context(serving(engine))
+        server = await leaving.enter_async_context(serving(engine, drain_s=60))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         seen = [(await watch.read()).status]
@@ -112,11 +112,12 @@ async def test_health_flips_to_not_serving_on_drain() -> None:
         sampling = pb.SamplingOptions(temperature=0)
         running = other.Generate(pb.GenerateRequest(session_id=session, max_tokens=300, sampling=sampling))
         await running.read()
-        closing = asyncio.create_task(leaving.aclose())
-        seen.append((await watch.read()).status)
-        assert seen == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
-        async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
-            await other.CreateSession(pb.CreateSessionRequest())
+        with held(engine):
+            closing = asyncio.create_task(leaving.aclose())
+            seen.append((await watch.read()).status)
+            assert seen == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+            async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
+                await other.CreateSession(pb.CreateSessionRequest())
         assert len(await tokens_of(running)) == 299  # what ran may end
         await closing
 

@@ -16,8 +16,8 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Row
-from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
-from tests.talking import chat_path, client_of, error_of, events_of, open_session, refusal_of, said, text_of
+from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
+from tests.talking import chat_path, client_of, error_of, events_of, eventually, open_session, refusal_of, said, text_of
 
 CHAT = "/v1/chat/completions"
 DEPRECATION = ("deprecation", "sunset", "link")
@@ -732,23 +732,23 @@ async def test_an_error_before_the_first_token_has_a_status_of_its_own() -> None
 
 
 async def test_readiness_ends_with_draining_while_what_runs_may_end() -> None:
-    leaving = contextlib.AsyncExitStack()
-    server = await leaving.enter_async_context(serving(wordy_engine(), default_chat(), drain_s=10))
+    leaving, engine = contextlib.AsyncExitStack(), wordy_engine()
+    server = await leaving.enter_async_context(serving(engine, default_chat(), drain_s=60))
     async with client_of(server) as client:
         assert (await client.get("/readyz")).json() == {"status": "ready"}
         session = await open_session(client)
         async with client.stream("POST", CHAT, json=said("hi", stream=True, max_tokens=150)) as response:
             events = events_of(response)
             await anext(events)
-            closing = asyncio.create_task(leaving.aclose())
-            while (ready := await client.get("/readyz")).status_code == 200:
-                pass
-            assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
-            assert (await client.get("/health")).status_code == 200
-            for path in (CHAT, chat_path(session)):
-                refused = await client.post(path, json=said("hi"))
-                assert refusal_of(refused) == (503, "draining")
-                assert int(refused.headers["retry-after"]) > 0
+            with held(engine):
+                closing = asyncio.create_task(leaving.aclose())
+                ready = await eventually(lambda: client.get("/readyz"), lambda answer: answer.status_code != 200)
+                assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+                assert (await client.get("/health")).status_code == 200
+                for path in (CHAT, chat_path(session)):
+                    refused = await client.post(path, json=said("hi"))
+                    assert refusal_of(refused) == (503, "draining")
+                    assert int(refused.headers["retry-after"]) > 0
             rest = [event async for event in events]
             assert rest[-1] == "[DONE]"
             assert rest[-2]["choices"][0]["finish_reason"] == "length"
