@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import ssl
+import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -154,13 +155,13 @@ async def test_a_busy_session_refuses_at_once_without_touching_the_engine(server
     first = (await running.read()).token.token_id
     with held(engine_of(server)):  # whoever waited for the engine would get no answer
         for attempt in (
-            generate(server, session).read(),
-            server.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1]), timeout=30),
-            server.stub.RewindSession(pb.RewindSessionRequest(session_id=session), timeout=30),
-            server.stub.ForkSession(pb.ForkSessionRequest(session_id=session), timeout=30),
+            lambda: generate(server, session).read(),
+            lambda: server.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1])),
+            lambda: server.stub.RewindSession(pb.RewindSessionRequest(session_id=session)),
+            lambda: server.stub.ForkSession(pb.ForkSessionRequest(session_id=session)),
         ):
             async with refused(grpc.StatusCode.ABORTED, "session_busy"):
-                await attempt
+                await asyncio.wait_for(attempt(), 30)
     assert [first, *await tokens_of(running)] == await tokens_of(generate(server, alone, 200))
 
 
@@ -190,6 +191,7 @@ async def test_killing_the_client_stops_the_engine_and_keeps_the_session() -> No
         session = await create(server, [1, 2, 3])
         expected = [1, 2, 3]
         source = random.Random(0)
+        unheard: list[int] = []
         for _ in range(100):
             async with grpc.aio.insecure_channel(server.address) as doomed:
                 stub = rpc.RuntimeServiceStub(doomed)  # type: ignore[no-untyped-call]
@@ -205,9 +207,11 @@ async def test_killing_the_client_stops_the_engine_and_keeps_the_session() -> No
             expected += [5, 6, *streamed]
             now = await history(server, session)
             assert now[: len(expected)] == expected
-            assert len(now) - len(expected) < 5000  # of 100 000; at least ten seconds, for a busy machine
+            unheard.append(len(now) - len(expected))
             expected = now
             assert (await info(server, session)).history_length == len(now)
+        assert max(unheard) < 5000  # of 100 000: a busy machine may take ten seconds to notice, once or twice
+        assert statistics.median(unheard) < 50
         idle_since = engine.num_forwards
         assert len(await tokens_of(generate(server, session, 3))) == 3
         assert engine.num_forwards == idle_since + 3
