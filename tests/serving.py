@@ -32,10 +32,14 @@ from holdfast.testing.fake_engine import FakeEngine
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8, rewind_tokens=8)
 VOCABULARY = 64
+HELD_S = 120  # the longest that anything is held: a test that fails still ends
 
 
 class SlowEngine(FakeEngine):
-    """A fake that takes a little while for each forward, as a device would, and counts them."""
+    """A fake that takes a little while for each forward, as a device would, and counts them.
+
+    While `may_run` is clear it stops in the middle of its next forward, which is counted already.
+    """
 
     def __init__(
         self, *, num_slabs: int = 4, shape: SlabShape = SHAPE, forward_s: float = 0.002, vocab_size: int = VOCABULARY
@@ -43,11 +47,26 @@ class SlowEngine(FakeEngine):
         super().__init__(num_slabs=num_slabs, shape=shape, vocab_size=vocab_size)
         self.forward_s = forward_s
         self.num_forwards = 0
+        self.may_run = threading.Event()
+        self.may_run.set()
 
     def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         self.num_forwards += 1
+        self.may_run.wait(HELD_S)
         time.sleep(self.forward_s)
         return super().forward(rows)
+
+
+@contextlib.contextmanager
+def held(engine: SlowEngine) -> Iterator[None]:
+    """The engine gets no further than its next forward while the context lasts."""
+    before = engine.num_forwards
+    engine.may_run.clear()
+    try:
+        yield
+        assert engine.num_forwards <= before + 1  # the one in which it is held
+    finally:
+        engine.may_run.set()
 
 
 class ScriptedEngine(SlowEngine):

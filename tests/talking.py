@@ -3,12 +3,14 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import httpx
 
 from tests.serving import Server
+
+T = TypeVar("T")
 
 
 def client_of(server: Server, key: str = "") -> httpx.AsyncClient:
@@ -72,9 +74,18 @@ def text_of(events: list[Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     """Wait for something of which nobody tells."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         await asyncio.sleep(0.002)
+
+
+async def eventually(ask: Callable[[], Awaitable[T]], is_it: Callable[[T], bool], timeout_s: float = 60) -> T:
+    """The first answer to `ask` that is what is waited for."""
+    deadline = time.monotonic() + timeout_s
+    while not is_it(answer := await ask()):
+        assert time.monotonic() < deadline, f"it never came true; the last answer was {answer}"
+        await asyncio.sleep(0.002)
+    return answer

@@ -3,7 +3,6 @@
 Qwen3's real tokenizer and template, and an engine that says what the test tells it to.
 """
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.lifecycle import Chat
 from tests.qwen3 import VOCABULARY, qwen3
 from tests.serving import ScriptedEngine, Server, serving
+from tests.talking import eventually
 
 TOOL = {
     "type": "function",
@@ -62,9 +62,7 @@ class Client:
 
     async def idle(self, session: str) -> None:
         """Returns once nothing runs on the session; it is nobody's to tell."""
-        async with asyncio.timeout(10):
-            while (await self.info(session))["is_busy"]:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self.info(session), lambda info: not info["is_busy"])
 
     async def text(self, session: str) -> str:
         """The session's whole history, as the engine has it."""

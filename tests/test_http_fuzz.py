@@ -277,7 +277,7 @@ def test_any_path_is_answered(client: httpx.Client, method: str, parts: list[str
 @given(raw=st.binary(max_size=60))
 def test_bytes_that_are_no_http_get_an_answer_or_a_closed_connection(server: Server, raw: bytes) -> None:
     host, _, port = server.http.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(raw + b"\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
         answer = connection.recv(1 << 16)

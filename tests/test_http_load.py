@@ -5,7 +5,7 @@ import contextlib
 import gc
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,23 @@ from holdfast.errors import CapacityExhausted, QueueTimeout
 from holdfast.observability.metrics import Metrics
 from holdfast.sessions.admission import Admission
 from tests.effort import examples
-from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
-from tests.talking import chat_path, client_of, error_of, events_of, open_session, refusal_of, said, text_of, until
+from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
+from tests.talking import (
+    chat_path,
+    client_of,
+    error_of,
+    events_of,
+    eventually,
+    open_session,
+    refusal_of,
+    said,
+    text_of,
+    until,
+)
 
 CHAT = "/v1/chat/completions"
 FOR_EVER = 100_000  # tokens
+AT_ONCE = 5_000  # forwards: at least ten seconds, long enough for a busy machine and far from for ever
 
 
 def engine_of(server: Server) -> SlowEngine:
@@ -58,20 +70,15 @@ async def test_a_second_chat_on_a_busy_session_is_409_at_once_and_harms_nobody()
         async with client.stream("POST", chat_path(session), json=body) as first:
             events = events_of(first)
             await anext(events)
-            delays, forwards = [], []
-            for options in ({}, {"stream": True}):
-                async with client_of(server) as other:
-                    started, before = time.monotonic(), engine_of(server).num_forwards
-                    second = await other.post(chat_path(session), json=said("and?", **options))
-                    delays.append(time.monotonic() - started)
-                    forwards.append(engine_of(server).num_forwards - before)
-                assert refusal_of(second) == (409, "session_busy")
-                assert second.headers["x-should-retry"] == "false"
-                assert int(second.headers["retry-after"]) > 0
-                assert error_of(second)["turn_id"] == first.headers["holdfast-turn"]
+            with held(engine_of(server)):  # whoever waited for the engine would get no answer
+                for options in ({}, {"stream": True}):
+                    async with client_of(server) as other:
+                        second = await other.post(chat_path(session), json=said("and?", **options))
+                    assert refusal_of(second) == (409, "session_busy")
+                    assert second.headers["x-should-retry"] == "false"
+                    assert int(second.headers["retry-after"]) > 0
+                    assert error_of(second)["turn_id"] == first.headers["holdfast-turn"]
             rest = [event async for event in events]
-        assert max(delays) < 0.05
-        assert max(forwards) < 50  # only those of the running turn
         assert rest[-1] == "[DONE]"
         assert text_of(rest) == expected["choices"][0]["message"]["content"]
         shown = (await client.get(f"/sessions/{session}")).json()
@@ -87,10 +94,9 @@ async def test_delete_during_a_chat_ends_it_with_404_and_frees_everything() -> N
         session = await open_session(client)
         running = asyncio.create_task(client.post(chat_path(session), json=said("hi", max_tokens=FOR_EVER)))
         await until(lambda: engine.num_forwards > 3)
-        started = time.monotonic()
         assert (await client.delete(f"/sessions/{session}")).status_code == 204
-        assert time.monotonic() - started < 0.5
         assert refusal_of(await running) == (404, "session_not_found")
+        assert engine.num_forwards < AT_ONCE
         assert error_of(await client.get(f"/sessions/{session}"))["detail"] == "closed"
         assert refusal_of(await client.post(chat_path(session), json=said("hi"))) == (404, "session_not_found")
         assert refusal_of(await client.delete(f"/sessions/{session}")) == (404, "session_not_found")
@@ -134,6 +140,20 @@ async def leave(server: Server, path: str, body: dict[str, Any], after_s: float)
                     pass
 
 
+async def leave_when(server: Server, path: str, body: dict[str, Any], condition: Callable[[], bool]) -> None:
+    """Ask, and be gone once something has happened. A session may still be busy with whoever left before."""
+    async with client_of(server) as client:
+        while True:
+            asking = asyncio.create_task(client.post(path, json=body))
+            await until(lambda asking=asking: asking.done() or condition())
+            if not asking.done():
+                break
+            assert asking.result().status_code == 409
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
 async def test_a_hundred_clients_that_leave_at_random_moments_cost_nothing() -> None:
     source, num_slabs = random.Random(4), 6
     engine = wordy_engine(num_slabs=num_slabs, forward_s=0.001)
@@ -175,21 +195,24 @@ async def test_a_hundred_clients_that_leave_at_random_moments_cost_nothing() -> 
 
 async def once_free(client: httpx.AsyncClient, session: str, body: dict[str, Any]) -> httpx.Response:
     """The session's answer as soon as the turns of clients who left are taken back."""
-    async with asyncio.timeout(5):
-        while (response := await client.post(chat_path(session), json=body)).status_code == 409:
-            await asyncio.sleep(0.002)
-    return response
+    return await eventually(
+        lambda: client.post(chat_path(session), json=body), lambda response: response.status_code != 409
+    )
 
 
 async def test_a_turn_whose_client_left_is_not_recorded_and_the_next_one_is_as_if_it_never_was() -> None:
-    async with serving(wordy_engine(), default_chat()) as server, client_of(server) as client:
+    engine = wordy_engine()
+    async with serving(engine, default_chat()) as server, client_of(server) as client:
         session, untouched = await open_session(client), await open_session(client)
         replies = []
         for one in (session, untouched):
             first = (await client.post(chat_path(one), json=said("hi"))).json()["choices"][0]["message"]["content"]
             if one == session:
-                for after_s in (0.0, 0.02, 0.1):
-                    await leave(server, chat_path(one), said("hi", first, "x", max_tokens=FOR_EVER), after_s)
+                body = said("hi", first, "x", max_tokens=FOR_EVER)
+                for after_s in (0.0, 0.02):
+                    await leave(server, chat_path(one), body, after_s)
+                enough = engine.num_forwards + 5
+                await leave_when(server, chat_path(one), body, lambda enough=enough: engine.num_forwards > enough)
             turn = await once_free(client, one, said("hi", first, "and?"))
             assert turn.status_code == 200, turn.text
             replies.append(turn.json()["choices"][0]["message"])
@@ -201,8 +224,11 @@ async def test_the_engine_stops_soon_after_a_client_has_left() -> None:
     engine = wordy_engine()
     async with serving(engine, default_chat()) as server:
         for stream in (True, False):
-            await leave(server, CHAT, said("hi", stream=stream, max_tokens=FOR_EVER), 0.2)
-            await until(lambda: server.worker.num_free_slabs == 4, timeout_s=1)
+            begun = engine.num_forwards + 5
+            body = said("hi", stream=stream, max_tokens=FOR_EVER)
+            await leave_when(server, CHAT, body, lambda begun=begun: engine.num_forwards > begun)
+            await until(lambda: server.worker.num_free_slabs == 4)
+            assert engine.num_forwards < begun + AT_ONCE
         before = engine.num_forwards
         async with client_of(server) as client:
             await client.post(CHAT, json=said("hi", max_tokens=3))
@@ -243,7 +269,7 @@ async def test_whoever_waited_long_enough_is_told_to_come_back_later() -> None:
                 response = await client.post(path, json=said("hi", stream=path == CHAT))
                 assert refusal_of(response) == (429, "queue_timeout")
                 assert int(response.headers["retry-after"]) > 0
-                assert 0.3 <= time.monotonic() - started < 2
+                assert time.monotonic() - started >= 0.3
         assert value(server, "admission_total", outcome="timed_out") == 2
         answer = await client.post(chat_path(session), json=said("hi"))  # and the session is as it was
         assert (answer.status_code, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
@@ -256,12 +282,11 @@ async def test_where_nobody_may_wait_whoever_comes_too_many_is_429_at_once() -> 
     ):
         session = await open_session(client)
         async with streaming(client, CHAT, max_tokens=FOR_EVER):
-            for path in (CHAT, chat_path(session)):
-                started = time.monotonic()
-                response = await client.post(path, json=said("hi"))
-                assert refusal_of(response) == (429, "capacity_exhausted")
-                assert int(response.headers["retry-after"]) > 0
-                assert time.monotonic() - started < 0.5
+            with held(engine_of(server)):  # whoever waited for the engine would get no answer
+                for path in (CHAT, chat_path(session)):
+                    response = await client.post(path, json=said("hi"))
+                    assert refusal_of(response) == (429, "capacity_exhausted")
+                    assert int(response.headers["retry-after"]) > 0
         assert value(server, "admission_total", outcome="rejected") == 2
 
 
@@ -366,7 +391,7 @@ class Entrance:
             visitor.going.set()
         await self.settle()
         assert not self.visitors
-        async with asyncio.timeout(1), self.admission.admitted(self.places):
+        async with asyncio.timeout(30), self.admission.admitted(self.places):
             pass
 
 
@@ -445,6 +470,6 @@ async def test_drain_ends_streams_that_outlast_it() -> None:
         server = await leaving.enter_async_context(serving(wordy_engine(), default_chat(), drain_s=0.1))
         client = await stack.enter_async_context(client_of(server))
         events = await stack.enter_async_context(streaming(client, CHAT, max_tokens=FOR_EVER))
-        await asyncio.wait_for(leaving.aclose(), 10)
+        await asyncio.wait_for(leaving.aclose(), 60)
         with contextlib.suppress(httpx.RemoteProtocolError):
             assert [event async for event in events][-1] != "[DONE]"

@@ -10,26 +10,41 @@ import httpx
 import pytest
 
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.sessions.ports import UpstreamReply
 from holdfast.testing.fake_servers import FakeSGLang
-from holdfast.testing.fake_upstream import FakeModel, Fault
+from holdfast.testing.fake_upstream import DrawnToken, FakeModel, Fault
 from tests.effort import examples
 from tests.relaying import Relay, relaying
 from tests.serving import default_chat
-from tests.talking import as_events_text, chat_path, error_of, open_session, said, until
+from tests.talking import as_events_text, chat_path, error_of, eventually, open_session, said, until
 
 
-def fake_upstream(context: int = 4096, **options: Any) -> FakeSGLang:
+class HeldSGLang(FakeSGLang):
+    """Answers no request for tokens while `may_answer` is clear."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def _draw(self, *args: Any) -> list[DrawnToken]:
+        drawn = await super()._draw(*args)
+        await self.may_answer.wait()
+        return drawn
+
+
+def fake_upstream(context: int = 4096, **options: Any) -> HeldSGLang:
     tokenizer = default_chat().model.tokenizer
     model = FakeModel(
         vocab_size=tokenizer.inner.get_vocab_size(),
         context=context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special=True),
     )
-    return FakeSGLang(model, **options)
+    return HeldSGLang(model, **options)
 
 
 @contextlib.asynccontextmanager
-async def chatting(**options: Any) -> AsyncIterator[tuple[Relay, FakeSGLang]]:
+async def chatting(**options: Any) -> AsyncIterator[tuple[Relay, HeldSGLang]]:
     fake = {key: options.pop(key) for key in ("context", "delay_s", "routed_experts") if key in options}
     async with fake_upstream(**fake) as upstream:
         vocab_size = upstream.model.vocab_size
@@ -63,37 +78,29 @@ async def test_the_upstream_gets_our_ids_and_the_client_its_bytes() -> None:
 
 
 async def test_two_chats_at_once_are_one_upstream_request_and_a_409() -> None:
-    async with chatting(delay_s=0.05) as (relay, upstream):
+    async with chatting() as (relay, upstream):
         session = await open_session(relay.http)
         body = said("Hi")
+        upstream.may_answer.clear()
         first = asyncio.ensure_future(relay.http.post(chat_path(session), json=body))
         await until(lambda: len(upstream.requests) == 1)
         second = await relay.http.post(chat_path(session), json=said("Hello"))
         assert (second.status_code, error_of(second)["code"]) == (409, "session_busy")
         assert second.headers["x-should-retry"] == "false"
         assert second.headers["retry-after"]
+        upstream.may_answer.set()
         assert (await first).status_code == 200
         assert len(upstream.requests) == 1
 
 
 async def test_sixty_four_sessions_run_at_once() -> None:
-    async with chatting(delay_s=4.0) as (relay, upstream):
+    async with chatting() as (relay, upstream):
         sessions = [await open_session(relay.http) for _ in range(64)]
-        most = 0
-
-        async def watch() -> None:
-            nonlocal most
-            while True:
-                most = max(most, upstream.num_running)
-                await asyncio.sleep(0.001)
-
-        watching = asyncio.ensure_future(watch())
-        replies = await asyncio.gather(
-            *(relay.http.post(chat_path(s), json=said("Hi", max_tokens=1)) for s in sessions)
-        )
-        watching.cancel()
-        assert {reply.status_code for reply in replies} == {200}
-        assert most == 64
+        upstream.may_answer.clear()
+        turns = [asyncio.ensure_future(relay.http.post(chat_path(s), json=said("Hi", max_tokens=1))) for s in sessions]
+        await until(lambda: upstream.num_running == 64)
+        upstream.may_answer.set()
+        assert {reply.status_code for reply in await asyncio.gather(*turns)} == {200}
 
 
 def _drop(*path: Any) -> Callable[[dict[str, Any]], None]:
@@ -172,7 +179,7 @@ async def _is_untouched(relay: Relay, upstream: FakeSGLang, session: str, before
 @pytest.mark.parametrize("name", BROKEN)
 async def test_what_is_not_exactly_right_is_refused_and_leaves_nothing(name: str) -> None:
     fault, status, code = BROKEN[name]
-    async with chatting(upstream_timeout_s=1.0) as (relay, upstream):
+    async with chatting(upstream_timeout_s=3.0 if fault.is_hanging else 60.0) as (relay, upstream):
         session = await open_session(relay.http)
         first = await relay.http.post(chat_path(session), json=said("Hi"))
         reply = first.json()["choices"][0]["message"]["content"]
@@ -205,39 +212,55 @@ async def test_other_statuses_and_content_types_pass_through_byte_for_byte() -> 
 
 @pytest.mark.parametrize("moment", ["waiting", "answered"])
 async def test_a_client_that_leaves_before_the_commit_leaves_nothing(moment: str) -> None:
-    async with chatting(delay_s=0.05) as (relay, upstream):
+    async with chatting() as (relay, upstream):
         session = await open_session(relay.http)
         await relay.http.post(chat_path(session), json=said("Hi", max_tokens=1))
         before = (await relay.http.get(f"/sessions/{session}")).json()
         reply = before["messages"][-1]["content"]
         upstream.requests.clear()
+        complete, answered, ended = relay.backend.complete, asyncio.Event(), asyncio.Event()
+
+        async def complete_and_stay(*args: Any, **options: Any) -> UpstreamReply:
+            try:
+                reply = await complete(*args, **options)
+                answered.set()
+                await asyncio.Event().wait()
+                return reply
+            finally:
+                ended.set()
+
         body = said("Hi", reply, "Go on")
-        async with httpx.AsyncClient(base_url=relay.http.base_url) as leaving:
-            turn = asyncio.ensure_future(leaving.post(chat_path(session), json=body))
-            await until(lambda: bool(upstream.requests))
-            if moment == "answered":
-                await asyncio.sleep(0.1)
-            turn.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await turn
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(relay.backend, "complete", complete_and_stay)
+            if moment == "waiting":
+                upstream.may_answer.clear()
+            async with httpx.AsyncClient(base_url=relay.http.base_url) as leaving:
+                turn = asyncio.ensure_future(leaving.post(chat_path(session), json=body))
+                await until(answered.is_set if moment == "answered" else lambda: bool(upstream.requests))
+                turn.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await turn
+            await until(ended.is_set)
+        assert answered.is_set() == (moment == "answered")
         await until(lambda: upstream.num_running == 0)
-        for _ in range(100):
-            again = await relay.http.post(chat_path(session), json=body)
-            if again.status_code != 409:
-                break
-            await asyncio.sleep(0.01)
+        upstream.may_answer.set()
+        again = await eventually(
+            lambda: relay.http.post(chat_path(session), json=body), lambda answer: answer.status_code != 409
+        )
         assert again.status_code == 200
         assert "holdfast-branched" not in again.headers
         assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 2
 
 
 async def test_deleting_during_a_turn_still_gives_its_client_the_bytes_unrecorded() -> None:
-    async with chatting(delay_s=0.05) as (relay, upstream):
+    async with chatting() as (relay, upstream):
         session = await open_session(relay.http)
+        upstream.may_answer.clear()
         turn = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi")))
         await until(lambda: bool(upstream.requests))
         assert (await relay.http.delete(f"/sessions/{session}")).status_code == 204
         assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 404
+        upstream.may_answer.set()
         reply = await turn
         assert reply.status_code == 200
         assert reply.headers["holdfast-recorded"] == "false"

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,15 +21,22 @@ from holdfast.serving.http.response import ChunkEncoder, TurnResponder
 from holdfast.serving.http.schema import ChatCompletion
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions.runtime import Runtime
-from tests.serving import SlowEngine, default_chat, model_of
+from tests.serving import SlowEngine, default_chat, held, model_of
+from tests.talking import until
 
+T = TypeVar("T")
 OWNER = "ann"
 GREEDY = SamplingParams(seed=0, max_tokens=5, temperature=0)
 
 
 @pytest.fixture
-async def runtime() -> AsyncIterator[Runtime]:
-    worker = Worker(SlowEngine(forward_s=0.001), max_recompute_tokens=400)
+def engine() -> SlowEngine:
+    return SlowEngine(forward_s=0.001)
+
+
+@pytest.fixture
+async def runtime(engine: SlowEngine) -> AsyncIterator[Runtime]:
+    worker = Worker(engine, max_recompute_tokens=400)
     backend = EmbeddedBackend(worker, model_of(worker.engine))
     backend.start()
     yield Runtime(backend)
@@ -45,38 +53,53 @@ def _tokens(runtime: Runtime, session: str) -> list[int]:
     return [token for piece in runtime.history(session, OWNER) for token in piece.tokens]
 
 
-async def _cancel_when_busy(runtime: Runtime, session: str, task: "asyncio.Task[object]") -> None:
-    while not runtime.info(session, OWNER).is_busy:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
-    task.cancel()
+@contextlib.asynccontextmanager
+async def _computing(engine: SlowEngine, work: Coroutine[Any, Any, T]) -> "AsyncIterator[asyncio.Task[T]]":
+    """`work` as a task for which the engine is in the middle of a forward, where it stays while the context lasts."""
+    before = engine.num_forwards
+    with held(engine):
+        task = asyncio.ensure_future(work)
+        await until(lambda: engine.num_forwards > before)
+        yield task
+
+
+async def _idle(runtime: Runtime, session: str) -> None:
+    await until(lambda: not runtime.info(session, OWNER).is_busy)
+
+
+async def _cancel_while_computing(
+    runtime: Runtime, engine: SlowEngine, session: str, work: Coroutine[Any, Any, object]
+) -> None:
+    async with _computing(engine, work) as task:
+        assert runtime.info(session, OWNER).is_busy
+        task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    while runtime.info(session, OWNER).is_busy:
-        await asyncio.sleep(0.001)
+    await _idle(runtime, session)
 
 
-async def test_an_append_whose_caller_left_keeps_its_tokens(runtime: Runtime) -> None:
+async def test_an_append_whose_caller_left_keeps_its_tokens(runtime: Runtime, engine: SlowEngine) -> None:
     session = (await runtime.create(OWNER)).session_id
     prompt = [token % 7 for token in range(2000)]
-    await _cancel_when_busy(runtime, session, asyncio.create_task(runtime.append(session, OWNER, prompt)))
+    await _cancel_while_computing(runtime, engine, session, runtime.append(session, OWNER, prompt))
     assert _tokens(runtime, session) == prompt
     assert len(await _sampled(runtime, session)) == 5
     assert runtime.info(session, OWNER).inv1_violations == 0
 
 
-async def test_a_turn_whose_caller_left_while_prefilling_keeps_what_it_gave(runtime: Runtime) -> None:
+async def test_a_turn_whose_caller_left_while_prefilling_keeps_what_it_gave(
+    runtime: Runtime, engine: SlowEngine
+) -> None:
     session = (await runtime.create(OWNER, tokens=[1])).session_id
     prompt = [token % 7 for token in range(2000)]
-    task = asyncio.create_task(_sampled(runtime, session, tokens=prompt))
-    await _cancel_when_busy(runtime, session, task)
+    await _cancel_while_computing(runtime, engine, session, _sampled(runtime, session, tokens=prompt))
     assert _tokens(runtime, session) == [1, *prompt]
     assert (await runtime.append(session, OWNER, [3])).history_length == 2002
 
 
-async def test_a_recompute_whose_caller_left_is_finished_later(runtime: Runtime) -> None:
+async def test_a_recompute_whose_caller_left_is_finished_later(runtime: Runtime, engine: SlowEngine) -> None:
     session = (await runtime.create(OWNER, tokens=[token % 7 for token in range(600)])).session_id
-    await _cancel_when_busy(runtime, session, asyncio.create_task(runtime.rewind(session, OWNER, 350)))
+    await _cancel_while_computing(runtime, engine, session, runtime.rewind(session, OWNER, 350))
     view = runtime.info(session, OWNER)
     assert (view.history_length, view.rewind_count) == (350, 1)
     assert len(await _sampled(runtime, session)) == 5
@@ -96,15 +119,13 @@ async def test_a_rewind_that_would_recompute_too_much_changes_nothing(runtime: R
 async def test_a_caller_who_leaves_twice_still_frees_the_session(runtime: Runtime) -> None:
     session = (await runtime.create(OWNER, tokens=[1])).session_id
     task = asyncio.create_task(_sampled(runtime, session, SamplingParams(seed=0, max_tokens=10**6, temperature=0)))
-    while not runtime.info(session, OWNER).is_busy or len(_tokens(runtime, session)) < 3:
-        await asyncio.sleep(0)
+    await until(lambda: runtime.info(session, OWNER).is_busy and len(_tokens(runtime, session)) >= 3)
     task.cancel()
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it has heard that, and is about to leave
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    while runtime.info(session, OWNER).is_busy:
-        await asyncio.sleep(0.001)
+    await _idle(runtime, session)
     assert len(await _sampled(runtime, session)) == 5
     assert runtime.info(session, OWNER).inv1_violations == 0
 
@@ -115,16 +136,15 @@ async def test_a_creation_whose_tokens_are_wrong_leaves_nothing(runtime: Runtime
     assert runtime.list_sessions(OWNER) == []
 
 
-async def test_draining_admits_nothing_and_waits_for_what_runs(runtime: Runtime) -> None:
+async def test_draining_admits_nothing_and_waits_for_what_runs(runtime: Runtime, engine: SlowEngine) -> None:
     session = (await runtime.create(OWNER, tokens=[1])).session_id
-    task = asyncio.create_task(_sampled(runtime, session, SamplingParams(seed=0, max_tokens=50, temperature=0)))
-    while not runtime.info(session, OWNER).is_busy:
-        await asyncio.sleep(0)
-    assert not await runtime.drain(0.001)
-    for attempt in (runtime.create(OWNER), runtime.append(session, OWNER, [1])):
-        with pytest.raises(Draining):
-            await attempt
-    assert await runtime.drain(5)
+    work = _sampled(runtime, session, SamplingParams(seed=0, max_tokens=50, temperature=0))
+    async with _computing(engine, work) as task:
+        assert not await runtime.drain(0.001)
+        for attempt in (runtime.create(OWNER), runtime.append(session, OWNER, [1])):
+            with pytest.raises(Draining):
+                await attempt
+    assert await runtime.drain(60)
     assert len(await task) == 50
     assert await runtime.close(session, OWNER) == 51
 
@@ -165,19 +185,19 @@ async def test_random_interleavings_never_lose_a_place_or_a_token(runtime: Runti
     assert [(await runtime.create(OWNER)).session_id for _ in range(4)]
 
 
-async def test_a_rewind_cancelled_before_the_engine_got_to_it_leaves_both_sides_agreeing(runtime: Runtime) -> None:
+async def test_a_rewind_cancelled_before_the_engine_got_to_it_leaves_both_sides_agreeing(
+    runtime: Runtime, engine: SlowEngine
+) -> None:
     neighbour = (await runtime.create(OWNER)).session_id
     session = (await runtime.create(OWNER, tokens=list(range(20)))).session_id
     for _ in range(10):
-        busy = asyncio.create_task(runtime.append(neighbour, OWNER, [1] * 100))
-        task = asyncio.create_task(runtime.rewind(session, OWNER, 10))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        while runtime.info(session, OWNER).is_busy:
-            await asyncio.sleep(0.001)
+        async with _computing(engine, runtime.append(neighbour, OWNER, [1] * 100)) as busy:
+            task = asyncio.create_task(runtime.rewind(session, OWNER, 10))
+            await until(lambda: runtime.info(session, OWNER).is_busy)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await _idle(runtime, session)
         length = runtime.info(session, OWNER).history_length
         done = await runtime.append(session, OWNER, [1] * (20 - length) or [2])
         assert done.history_length == max(20, length + 1)
@@ -185,12 +205,12 @@ async def test_a_rewind_cancelled_before_the_engine_got_to_it_leaves_both_sides_
         await busy
 
 
-async def test_an_operation_overtaken_by_close_is_told_so(runtime: Runtime) -> None:
+async def test_an_operation_overtaken_by_close_is_told_so(runtime: Runtime, engine: SlowEngine) -> None:
     session = (await runtime.create(OWNER, tokens=[1])).session_id
-    task = asyncio.create_task(runtime.append(session, OWNER, [1] * 3000))
-    while not runtime.info(session, OWNER).is_busy:
-        await asyncio.sleep(0)
-    await runtime.close(session, OWNER)
+    async with _computing(engine, runtime.append(session, OWNER, [1] * 3000)) as task:
+        closing = asyncio.ensure_future(runtime.close(session, OWNER))
+        await until(lambda: not runtime.list_sessions(OWNER))
+    await closing
     with pytest.raises(SessionNotFound) as caught:
         await task
     assert caught.value.detail == "closed"
@@ -207,26 +227,35 @@ async def test_a_refused_empty_append_leaves_no_trace(runtime: Runtime) -> None:
 
 async def test_the_reaper_looks_again_before_every_removal() -> None:
     now = 0.0
-    worker = Worker(SlowEngine(forward_s=0.001))
-    backend = EmbeddedBackend(worker, model_of(worker.engine))
+    engine = SlowEngine(forward_s=0.001)
+    backend = EmbeddedBackend(Worker(engine), model_of(engine))
     backend.start()
     runtime = Runtime(backend, idle_ttl_s=0.01, clock=lambda: now)
-    ids = [(await runtime.create(OWNER, tokens=[1])).session_id for _ in range(3)]
-    now = 1.0
-    reaper = asyncio.create_task(runtime.reap())
-    real_close, closing = backend.close, asyncio.Event()
+    ids = [(await runtime.create(OWNER, tokens=[1])).session_id for _ in range(4)]
+    real_close, closing, may_close = backend.close, asyncio.Event(), asyncio.Event()
 
     async def slow_close(handle: int) -> int:
-        closing.set()
-        await asyncio.sleep(0.05)
-        return await real_close(handle)
+        length = await real_close(handle)
+        if not closing.is_set():
+            closing.set()
+            await may_close.wait()
+        return length
+
+    def is_there(session: str) -> bool:
+        return session in [view.session_id for view in runtime.list_sessions(OWNER)]
 
     backend.close = slow_close  # type: ignore[method-assign]
-    await closing.wait()  # the first one is being removed
-    task = asyncio.create_task(_sampled(runtime, ids[1], SamplingParams(seed=0, max_tokens=60, temperature=0)))
-    await asyncio.sleep(0)
+    now = 1.0
+    reaper = asyncio.create_task(runtime.reap())
+    await until(closing.is_set)  # the first one is being removed, the others wait for that
+    assert [is_there(session) for session in ids] == [False, True, True, True]
     await runtime.close(ids[2], OWNER)
-    assert len(await task) == 60  # busy while the reaper came by
+    work = _sampled(runtime, ids[1], SamplingParams(seed=0, max_tokens=60, temperature=0))
+    async with _computing(engine, work) as task:
+        may_close.set()
+        await until(lambda: not is_there(ids[3]))  # the reaper went past the other two
+        assert is_there(ids[1])
+    assert len(await task) == 60
     assert not reaper.done()
     reaper.cancel()
     backend.stop()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import decode, encode
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
-from tests.serving import SHAPE, Server, SlowEngine, default_chat, model_of, serving, wordy_engine
-from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said
-from tests.test_grpc import create, refused
+from tests.serving import SHAPE, Server, SlowEngine, default_chat, held, model_of, serving, wordy_engine
+from tests.talking import chat_path, client_of, error_of, eventually, open_session, refusal_of, said, until
+from tests.test_grpc import create, info, refused
 from tests.test_relay import chatting
 from tests.transferring import downloaded, exported, history_of, imported, length_of, told, turn, uploaded
 
@@ -91,7 +92,10 @@ async def test_chats_travel_with_tree_records_and_rewards(tmp_path: Path) -> Non
         last = await at_home.post(chat_path(session), json=said("a", reply, "c <|im_end|>"))
         await at_home.post(f"/sessions/{session}/reward", json={"reward": 2.5})
         await at_home.post(f"/sessions/{session}/reward", json={"reward": -1, "turn": 2})
-        await asyncio.sleep(0)
+        await eventually(
+            lambda: at_home.get(f"/sessions/{session}"),
+            lambda shown: all(turn["delivered"] for turn in shown.json()["metadata"]["tree"]),
+        )
         data = await downloaded(at_home, session)
         answer = await uploaded(abroad, data)
         length = (await at_home.get(f"/sessions/{session}")).json()["history_length"]
@@ -240,19 +244,18 @@ async def test_sessions_belong_to_whoever_imports_them(tmp_path: Path) -> None:
 
 
 async def test_a_busy_session_is_not_exported() -> None:
-    async with serving(wordy_engine(forward_s=0.02), default_chat()) as server, client_of(server) as client:
-        session = await open_session(client)
-        chat = asyncio.ensure_future(client.post(chat_path(session), json=said("a", max_tokens=50)))
-        tokens = await create(server, [1])
-        stream = server.stub.Turn(turn(tokens, 1, max_tokens=50))
-        await stream.read()
-        async with asyncio.timeout(10):
-            while not (await client.get(f"/sessions/{session}")).json()["is_busy"]:
-                await asyncio.sleep(0.01)
-        assert refusal_of(await client.get(f"/sessions/{session}/export")) == (409, "session_busy")
-        async with refused(grpc.StatusCode.ABORTED, "session_busy"):
-            await exported(server, tokens)
-        stream.cancel()
+    engine = wordy_engine()
+    async with serving(engine, default_chat()) as server, client_of(server) as client:
+        session, tokens = await open_session(client), await create(server, [1])
+        with held(engine):
+            chat = asyncio.ensure_future(client.post(chat_path(session), json=said("a", max_tokens=50)))
+            stream = server.stub.Turn(turn(tokens, 1, max_tokens=50))
+            for name in (session, tokens):
+                await eventually(partial(info, server, name), lambda view: view.busy)
+            assert refusal_of(await client.get(f"/sessions/{session}/export")) == (409, "session_busy")
+            async with refused(grpc.StatusCode.ABORTED, "session_busy"):
+                await exported(server, tokens)
+            stream.cancel()
         assert (await chat).status_code == 200
         assert len(await downloaded(client, session)) > 100
 
@@ -350,22 +353,24 @@ async def test_few_files_come_in_at_once_and_those_that_stall_give_up_their_plac
     worker = Worker(SlowEngine())
     incoming = transfers.Transfers(Runtime(EmbeddedBackend(worker, model_of(worker.engine))))
     begun: list[int] = []
+    num_ended, ended_before = 0, list[int]()
     may_end = asyncio.Event()
 
     async def chunks(number: int) -> AsyncIterator[bytes]:
+        nonlocal num_ended
         begun.append(number)
+        ended_before.append(num_ended)
         yield b"no session file"
         await may_end.wait()
+        num_ended += 1
 
     waiting = [asyncio.ensure_future(incoming.import_file("me", chunks(number))) for number in range(3)]
-    while len(begun) < 2:
-        await asyncio.sleep(0)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert begun == [0, 1]
+    await until(lambda: len(begun) >= 2)
     may_end.set()
     ends = await asyncio.gather(*waiting, return_exceptions=True)
     assert begun == [0, 1, 2]
+    assert ended_before[:2] == [0, 0]
+    assert ended_before[2] > 0
     assert [end.reason for end in ends if isinstance(end, SessionFileRefused)] == ["not_a_file"] * 3
     may_end.clear()
     monkeypatch.setattr(transfers, "_STALL_S", 0.01)
@@ -399,15 +404,14 @@ def _full(*values: object, **options: object) -> None:
 async def test_who_leaves_before_an_import_is_done_leaves_nothing_behind(tmp_path: Path) -> None:
     async with serving(SlowEngine()) as here:
         data = await exported(here, await create(here, [1, 2] * 60), without_snapshot=True)
-    async with serving(SlowEngine(forward_s=0.05), data_dir=str(tmp_path)) as there:
-        call = there.stub.ImportSession(iter([pb.SessionChunk(data=data)]))
-        running = asyncio.ensure_future(call.wait_for_connection())
-        async with asyncio.timeout(10):
-            while not there.worker._sequences._sequences:
-                await asyncio.sleep(0.01)
+    engine = SlowEngine(forward_s=0.05)
+    async with serving(engine, data_dir=str(tmp_path)) as there:
+        with held(engine):
+            call = there.stub.ImportSession(iter([pb.SessionChunk(data=data)]))
+            running = asyncio.ensure_future(call.wait_for_connection())
+            await until(lambda: engine.num_forwards > 0)
             call.cancel()
-            while there.worker._sequences._sequences:
-                await asyncio.sleep(0.01)
+        await until(lambda: there.worker.num_free_slabs == 4)
         running.cancel()
         assert not (await there.stub.ListSessions(pb.ListSessionsRequest())).sessions
         assert (await imported(there, data)).recomputed_tokens == 120

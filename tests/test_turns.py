@@ -3,16 +3,18 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
+from holdfast.chats.broadcast import Broadcast
 
 from holdfast.testing.fake_upstream import Fault
 from tests.effort import examples
 from tests.relaying import Relay
-from tests.serving import default_chat, serving, wordy_engine
-from tests.talking import as_events_text, chat_path, client_of, error_of, open_session, said, until
+from tests.serving import SlowEngine, default_chat, held, serving, wordy_engine
+from tests.talking import as_events_text, chat_path, client_of, error_of, eventually, open_session, said, until
 from tests.test_relay import chatting
 
 KEY = {"idempotency-key": "k1"}
@@ -31,19 +33,37 @@ async def test_a_retry_of_the_last_turn_gets_its_bytes_and_is_not_sampled_again(
         assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
 
 
-async def test_a_retry_joins_the_turn_in_flight_and_keeps_it_alive() -> None:
-    async with chatting(delay_s=0.1) as (relay, upstream):
+@pytest.fixture
+def listened(monkeypatch: pytest.MonkeyPatch) -> list[Broadcast[Any]]:
+    """The turn of every request that began or joined one, in the order in which they did."""
+    turns: list[Broadcast[Any]] = []
+    listen = Broadcast.listen
+
+    def listen_and_tell(turn: Broadcast[Any]) -> AsyncGenerator[Any, None]:
+        turns.append(turn)
+        return listen(turn)
+
+    monkeypatch.setattr(Broadcast, "listen", listen_and_tell)
+    return turns
+
+
+async def test_a_retry_joins_the_turn_in_flight_and_keeps_it_alive(listened: list[Broadcast[Any]]) -> None:
+    async with chatting() as (relay, upstream):
         session = await open_session(relay.http)
+        upstream.may_answer.clear()
         async with httpx.AsyncClient(base_url=relay.http.base_url) as leaving:
             first = asyncio.ensure_future(leaving.post(chat_path(session), json=said("Hi"), headers=KEY))
             await until(lambda: bool(upstream.requests))
             joined = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi"), headers=KEY))
             third = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi"), headers=KEY))
-            await asyncio.sleep(0.05)
+            await until(lambda: len(listened) == 3)
             first.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await first
+        await until(lambda: _count(relay, "http_requests_total", route="session_chat", status="499") == 1)
+        upstream.may_answer.set()
         one, other = await joined, await third
+        assert listened == [listened[0]] * 3
         assert one.status_code == other.status_code == 200
         assert one.content == other.content
         assert len(upstream.requests) == 1
@@ -75,19 +95,32 @@ async def test_errors_are_never_replayed() -> None:
         assert (await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)).status_code == 200
 
 
-async def test_our_own_turns_are_joined_and_replayed_too_streams_included() -> None:
-    async with serving(wordy_engine(forward_s=0.01), default_chat()) as server, client_of(server) as client:
+async def _joined(
+    client: httpx.AsyncClient, engine: SlowEngine, session: str, body: dict[str, Any], listened: list[Broadcast[Any]]
+) -> list[httpx.Response]:
+    """The responses to the same request made twice, the second one while the engine computes the first."""
+    num_forwards, num_listened = engine.num_forwards, len(listened)
+    with held(engine):
+        first = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
+        await until(lambda: engine.num_forwards > num_forwards)
+        second = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
+        await until(lambda: len(listened) == num_listened + 2)
+    assert listened[-2] is listened[-1]
+    return [await first, await second]
+
+
+async def test_our_own_turns_are_joined_and_replayed_too_streams_included(listened: list[Broadcast[Any]]) -> None:
+    engine = wordy_engine()
+    async with serving(engine, default_chat()) as server, client_of(server) as client:
         session = await open_session(client)
         body = said("Hi", max_tokens=12)
-        first = asyncio.ensure_future(client.post(chat_path(session), json=body, headers=KEY))
-        await asyncio.sleep(0.05)
-        joined = await client.post(chat_path(session), json=body, headers=KEY)
-        assert joined.content == (await first).content
+        first, joined = await _joined(client, engine, session, body, listened)
+        assert joined.content == first.content
         replayed = await client.post(chat_path(session), json=body, headers=KEY)
         assert replayed.content == joined.content
         other = await open_session(client)
         streamed = said("Hi", max_tokens=8, stream=True)
-        one, two = await asyncio.gather(*(client.post(chat_path(other), json=streamed, headers=KEY) for _ in range(2)))
+        one, two = await _joined(client, engine, other, streamed, listened)
         assert one.text == two.text
         again = as_events_text((await client.post(chat_path(other), json=streamed, headers=KEY)).text)
         assert again[-1] == "[DONE]"
@@ -100,10 +133,11 @@ async def test_paused_turns_wait_and_go_on_when_resumed() -> None:
         session = await open_session(relay.http)
         assert (await relay.http.post("/control/pause")).json() == {"status": "paused", "running": 0}
         turn = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi")))
-        await asyncio.sleep(0.1)
-        assert upstream.requests == []
+        await eventually(lambda: relay.http.get(f"/sessions/{session}"), lambda shown: shown.json()["is_busy"])
+        await relay.http.get(f"/sessions/{session}/v1/models")  # goes past the turn
         await relay.http.post("/control/resume")
         assert (await turn).status_code == 200
+        assert [seen.path for seen in upstream.requests] == ["/v1/models", "/v1/chat/completions"]
 
 
 async def test_a_pause_that_lasts_too_long_is_a_503() -> None:
@@ -116,8 +150,9 @@ async def test_a_pause_that_lasts_too_long_is_a_503() -> None:
 
 
 async def test_a_pause_may_end_what_runs() -> None:
-    async with chatting(delay_s=0.5) as (relay, upstream):
+    async with chatting() as (relay, upstream):
         session = await open_session(relay.http)
+        upstream.may_answer.clear()
         turn = asyncio.ensure_future(relay.http.post(chat_path(session), json=said("Hi")))
         await until(lambda: bool(upstream.requests))
         assert (await relay.http.post("/control/pause?mode=abort")).json()["running"] == 1
@@ -129,29 +164,42 @@ async def test_a_pause_may_end_what_runs() -> None:
 
 
 async def test_a_turn_that_waits_in_the_queue_does_not_begin_while_paused() -> None:
-    async with chatting(delay_s=0.2, max_concurrent=1) as (relay, upstream):
+    async with chatting(max_concurrent=1) as (relay, upstream):
         one, two = await open_session(relay.http), await open_session(relay.http)
+        upstream.may_answer.clear()
         first = asyncio.ensure_future(relay.http.post(chat_path(one), json=said("Hi", max_tokens=1)))
         await until(lambda: len(upstream.requests) == 1)
         second = asyncio.ensure_future(relay.http.post(chat_path(two), json=said("Hi", max_tokens=1)))
-        await asyncio.sleep(0.05)
+        await until(lambda: _count(relay, "queue_depth") == 1)
         await relay.http.post("/control/pause")
+        upstream.may_answer.set()
         assert (await first).status_code == 200
-        await asyncio.sleep(0.1)
-        assert len(upstream.requests) == 1
+        await until(lambda: _count(relay, "admission_total", outcome="admitted") == 2)  # it was let in, and left again
+        await relay.http.get(f"/sessions/{two}/v1/models")  # goes past the turn
         await relay.http.post("/control/resume")
         assert (await second).status_code == 200
+        chat = "/v1/chat/completions"
+        assert [seen.path for seen in upstream.requests] == [chat, "/v1/models", chat]
+
+
+def _count(relay: Relay, name: str, **labels: str) -> float:
+    return relay.metrics.registry.get_sample_value(f"holdfast_{name}", labels) or 0.0
 
 
 async def test_a_turn_that_ends_in_time_is_recorded_while_draining(tmp_path: Any) -> None:
-    keeping = {"data_dir": str(tmp_path), "drain_s": 10.0}
+    keeping = {"data_dir": str(tmp_path), "drain_s": 60.0}
     async with contextlib.AsyncExitStack() as stack:
-        relay, upstream = await stack.enter_async_context(chatting(delay_s=0.3, **keeping))
+        relay, upstream = await stack.enter_async_context(chatting(**keeping))
         session = await open_session(relay.http)
+        upstream.may_answer.clear()
         async with httpx.AsyncClient(base_url=relay.http.base_url, timeout=20) as client:
             turn = asyncio.ensure_future(client.post(chat_path(session), json=said("Hi", max_tokens=2)))
             await until(lambda: bool(upstream.requests))
-            await stack.aclose()
+            leaving = asyncio.ensure_future(stack.aclose())
+            ready = await eventually(lambda: client.get("/readyz"), lambda answer: answer.status_code != 200)
+            assert ready.json() == {"status": "draining"}
+            upstream.may_answer.set()
+            await leaving
             assert (await turn).status_code == 200
     async with chatting(**keeping) as (relay, _):
         assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
@@ -236,11 +284,15 @@ async def _agent(relay: Relay, upstream: Any, source: random.Random, num_steps: 
 
 async def _settled(relay: Relay, session: str) -> list[str]:
     """What was said so far, once nothing runs: records, tree and history tell the same story."""
-    for _ in range(500):
-        info = (await relay.http.get(f"/sessions/{session}")).json()
-        if info["history_length"] == len(info["metadata"]["accumulated_token_ids"]) and not info["is_busy"]:
-            break
-        await asyncio.sleep(0.005)
+
+    async def shown() -> dict[str, Any]:
+        info: dict[str, Any] = (await relay.http.get(f"/sessions/{session}")).json()
+        return info
+
+    def is_settled(info: dict[str, Any]) -> bool:
+        return not info["is_busy"] and info["history_length"] == len(info["metadata"]["accumulated_token_ids"])
+
+    info = await eventually(shown, is_settled)
     current = [node for node in info["metadata"]["tree"] if node["is_current"]]
     assert info["history_length"] == sum(node["given_tokens"] + node["sampled_tokens"] for node in current)
     assert len(info["records"]) == len(current) == info["turns"]
@@ -257,6 +309,6 @@ async def test_any_interleaving_leaves_every_session_whole(seed: int) -> None:
         source = random.Random(seed)
         await asyncio.gather(*(_agent(relay, upstream, random.Random(source.random()), num_steps=12) for _ in range(8)))
         upstream.faults.clear()
-        assert upstream.num_running == 0
+        await until(lambda: upstream.num_running == 0)
         session = await open_session(relay.http)
         assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 200
