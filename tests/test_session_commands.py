@@ -226,7 +226,7 @@ def test_commands_reach_a_server_with_tls_and_keys(
         monkeypatch.setenv("HOLDFAST_API_KEY", "open up")
         assert run("sessions", "list", *trusting) == (
             1,
-            f"holdfast: {server.address}: this API key is not known here\n",
+            f"holdfast: {server.address}: the API key is not valid for this server\n",
         )
 
 

@@ -34,8 +34,12 @@ class Trajectories:
         return self._by_id.get(session_id)
 
     def forget(self, session_id: str) -> None:
-        """Drop the trajectory of a session that is gone. Its nodes form cycles: unlinked, they are freed at once."""
-        if trajectory := self._by_id.pop(session_id, None):
+        """Drop the trajectory of a session that is gone. Its nodes form cycles: unlinked, they are freed at once.
+
+        A turn in flight still reads the tree; it finds out by itself that the session was closed.
+        """
+        trajectory = self._by_id.pop(session_id, None)
+        if trajectory is not None and trajectory.turn is None:
             for node in (trajectory.tree.root, *trajectory.tree.nodes):
                 node.children.clear()
 

@@ -107,6 +107,7 @@ class ChatTurn:
     async def _take_turn(self) -> None:
         """Match and render the request, wait to be admitted, make the reply, commit."""
         setup, request = self.setup, self.request.request
+        self.claim.check_not_closed()  # it may have been closed since it was claimed
         # A large request is rendered in a thread. The session is claimed, so nothing changes meanwhile.
         self.prepared = prepared = await run_off_loop(
             lambda: self.trajectory.prepare(request, setup.chat, setup.rules), request.num_bytes
