@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
 from holdfast.engine.native import NativeEngine, is_available
-from holdfast.engine.native.weights import Packing
+from holdfast.engine.native.weights import WeightPacker
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.window import Window
 from holdfast.testing.fake_engine import FakeEngine
@@ -58,7 +58,7 @@ def native_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str =
             return self[name].float().numpy()
 
     arch = tiny.architecture(family)
-    arrays = Packing(StateReader(tiny.hf_model(family).state_dict()), arch, dtype).arrays()
+    arrays = WeightPacker(StateReader(tiny.hf_model(family).state_dict()), arch, dtype).arrays()
     facts = {"digest": family, "num_slabs": num_slabs, "shape": shape, "dtype": dtype}
     return NativeEngine(f"tiny-{family}", arch, arrays, **facts, **options)
 

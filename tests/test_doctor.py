@@ -36,7 +36,7 @@ from holdfast.cli.examination import CudaDevice, Library, Memory
 from holdfast.cli.model_check import judge_abilities
 from holdfast.cli.sizing import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
 from holdfast.config import EngineConfig
-from holdfast.engine.embedded import build_engine
+from holdfast.engine.factory import build_engine
 from holdfast.engine.native import NativeEngine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine

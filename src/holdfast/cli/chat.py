@@ -18,7 +18,7 @@ from holdfast.cli.conversation import Conversation
 from holdfast.cli.flags import add_flags, settings
 from holdfast.cli.lines import EmbeddedLine, Line, RemoteLine
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig
-from holdfast.engine.embedded import build_worker
+from holdfast.engine.factory import build_worker
 from holdfast.errors import HoldfastError
 from holdfast.generation import SamplingParams, Truncated
 from holdfast.models import ModelSource, open_model

@@ -32,7 +32,7 @@ from holdfast.cli.flags import add_flags, settings
 from holdfast.cli.model_check import ModelFacts, check_engine, check_model
 from holdfast.cli.sizing import Sizes, WindowRow, window_table
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
-from holdfast.engine.embedded import is_native, resolved_dtype
+from holdfast.engine.factory import is_native, resolved_dtype
 from holdfast.engine.native.library import usable_variants
 
 _DOORS = (

@@ -7,7 +7,7 @@ from holdfast.chat.probe import Abilities
 from holdfast.cli.diagnosis import Device, Finding
 from holdfast.cli.sizing import Sizes, token_bytes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig
-from holdfast.engine import embedded
+from holdfast.engine import factory
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.description import engine_info
 from holdfast.engine.slab import SlabShape
@@ -26,7 +26,7 @@ class ModelFacts:
     is_quantised: bool  # in the files and, by MLX, in memory
 
     def sizes(self, dtype: str, device: Device, memory_bytes: int | None) -> Sizes:
-        arch, is_native = self.architecture, device == "cpu" and embedded.is_native(self.architecture, dtype)
+        arch, is_native = self.architecture, device == "cpu" and factory.is_native(self.architecture, dtype)
         weights = self.file_bytes if self.is_quantised else weight_bytes(arch, dtype, device, is_native=is_native)
         return Sizes(weight_bytes=weights, token_bytes=token_bytes(self.architecture, dtype), memory_bytes=memory_bytes)
 
@@ -54,7 +54,7 @@ def check_engine(model: ModelFacts, config: EngineConfig, dtype: str) -> tuple[S
         if config.sink > config.max_pin:
             raise ConfigError(f"sink {config.sink} is more than max_pin {config.max_pin}; raise --max-pin")
         window = Window(sink=config.sink, recent=config.recent)
-        shape = embedded.slab_shape(config)
+        shape = factory.slab_shape(config)
         engine_info(model.name, model.architecture, digest="", dtype=dtype, shape=shape)
     except InvalidArgument as exc:
         return None, [Finding("window", "problem", str(exc))]

@@ -18,7 +18,7 @@ from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli.flags import add_flags, settings
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
-from holdfast.engine.embedded import build_worker
+from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, ModelError
 from holdfast.models import ModelSource, open_model
 from holdfast.observability.metrics import Metrics

@@ -97,7 +97,7 @@ class Stream:
         await self._arrived.wait()
 
 
-class Mailroom:
+class EventDispatcher:
     """Collects a step's events and hands them over loop by loop. Used by the engine thread alone."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from holdfast.engine.sequences import Sequences
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.speculative import Speculator
 from holdfast.engine.step import as_holdfast_error
-from holdfast.engine.stream import Mailroom, Stream
+from holdfast.engine.stream import EventDispatcher, Stream
 from holdfast.errors import Draining, HoldfastError, InvalidArgument, SessionNotFound
 from holdfast.generation import Done, SamplingParams
 
@@ -40,7 +40,7 @@ def ignore_step(num_sequences: int, duration_s: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewound:
+class RewindOutcome:
     history_length: int
     recomputed_tokens: int
 
@@ -64,7 +64,7 @@ class Worker:
         self._on_step = on_step
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._mailroom = Mailroom()
+        self._dispatcher = EventDispatcher()
         self._is_stopping = False
         self.failure: BaseException | None = None  # why the thread ended, if nobody asked it to
         self._lock = threading.Lock()  # orders `_post` against the thread's last look at the inbox
@@ -122,12 +122,12 @@ class Worker:
 
         return self._stream(sequence_id, prepare, params)
 
-    async def rewind(self, sequence_id: int, length: int, *, is_limited: bool = True) -> Rewound:
+    async def rewind(self, sequence_id: int, length: int, *, is_limited: bool = True) -> RewindOutcome:
         """Forget the tokens from `length` on. What the slab no longer holds is computed again."""
         recomputed = await self._call(lambda: self._sequences.rewind(sequence_id, length, is_limited=is_limited))
         if recomputed:
             await self._finish(self._stream(sequence_id, lambda _: None))
-        return Rewound(length, recomputed)
+        return RewindOutcome(length, recomputed)
 
     async def fork(self, sequence_id: int) -> int:
         """A new sequence with the same tokens and a copy of the slab."""
@@ -200,9 +200,9 @@ class Worker:
                 sequence = self._sequences.idle(sequence_id)
                 prepare(sequence)
             except HoldfastError as exc:
-                self._mailroom.send(stream, Failed(exc))
+                self._dispatcher.send(stream, Failed(exc))
                 return
-            stream.run = Run(sequence, lambda event: self._mailroom.send(stream, event), params)
+            stream.run = Run(sequence, lambda event: self._dispatcher.send(stream, event), params)
             self._sequences.start(stream.run)
 
         return Stream(
@@ -225,7 +225,7 @@ class Worker:
                     started = time.perf_counter()
                     num_served = self._sequences.step()
                     self._on_step(num_served, time.perf_counter() - started)
-                self._mailroom.flush()
+                self._dispatcher.flush()
         except BaseException as exc:
             self.failure = exc
             raise
@@ -252,7 +252,7 @@ class Worker:
         self._sequences.close_all(Draining("the engine stopped"))
         while not self._inbox.empty():
             self._inbox.get()()
-        self._mailroom.flush()
+        self._dispatcher.flush()
 
 
 def checked_tokens(tokens: Tokens[int], vocab_size: int) -> "array[int]":

@@ -27,25 +27,25 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     facts: dict[str, Any]
     tensors: dict[str, TensorPlace]
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """Raises ValueError, IndexError or struct.error where the file is not what it should be."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return _Reader(content).header()
+        return _HeaderReader(content).header()
 
 
-class _Reader:
+class _HeaderReader:
     """Goes through the bytes from front to back."""
 
     def __init__(self, content: "mmap.mmap") -> None:
         self._content = content
         self._at = 0
 
-    def header(self) -> Header:
+    def header(self) -> GGUFHeader:
         if self._bytes(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
         version, num_tensors, num_facts = self._numbers("<IQQ")
@@ -59,7 +59,7 @@ class _Reader:
         alignment = int(facts.get("general.alignment", _ALIGNMENT))
         start = -(-self._at // alignment) * alignment
         tensors = {name: TensorPlace(name, shape, kind, start + offset) for name, shape, kind, offset in stored}
-        return Header(facts, tensors)
+        return GGUFHeader(facts, tensors)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()

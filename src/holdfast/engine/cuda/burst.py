@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.engine.cuda.decoder import Decoder
-from holdfast.engine.cuda.graphs import GraphPool, Recording
-from holdfast.engine.cuda.kernels.drawing import CHUNK, draw
+from holdfast.engine.cuda.decoder import CudaDecoder
+from holdfast.engine.cuda.graphs import GraphPool, RecordedGraph
+from holdfast.engine.cuda.kernels.sampler import CHUNK, draw
 from holdfast.engine.cuda.layout import Bucket, Inputs, lay_out
 from holdfast.engine.interface import Row
 from holdfast.engine.sampling import ROUNDING, Pick
@@ -34,7 +34,7 @@ class Burst:
     """Decoding of up to `num_rows` rows, a token each, with their draws."""
 
     def __init__(
-        self, decoder: Decoder, num_rows: int, *, is_filtered: bool, pool: GraphPool, device: torch.device
+        self, decoder: CudaDecoder, num_rows: int, *, is_filtered: bool, pool: GraphPool, device: torch.device
     ) -> None:
         self._vocab_size = decoder.arch.vocab_size
         self._bucket = Bucket(num_rows=num_rows, num_tokens=1)
@@ -55,7 +55,7 @@ class Burst:
         self._top_p = torch.ones(num_rows, dtype=double, device=device)
         self._steps = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._out = torch.zeros(MOST_STEPS, num_rows, 4, dtype=double, device=device)
-        self._recording = Recording(self._step, pool)
+        self._recording = RecordedGraph(self._step, pool)
 
     def run(self, rows: Sequence[Row], picks: Sequence[Pick], num_steps: int) -> list[list[Sampled | NonFiniteLogits]]:
         """`num_steps` outcomes for each row."""

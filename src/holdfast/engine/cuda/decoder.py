@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.attending import Window, attend_decoded, attend_split, attend_whole
+from holdfast.engine.cuda.kernels.attending import DecodeSettings, attend_decoded, attend_split, attend_whole
 from holdfast.engine.cuda.kernels.attention import AttentionTile, Splits
 from holdfast.engine.cuda.kernels.heads import write_heads
 from holdfast.engine.cuda.kernels.restoring import restore
@@ -25,7 +25,7 @@ _SOME_ROWS, _MANY_ROWS = 4, 8  # the more rows, the longer splits may be
 _PROMPT_ROWS = 64  # query rows of a block when there are blocks enough
 
 
-class Decoder:
+class CudaDecoder:
     """Llama-shaped decoder over slabs. The residual is float32; products take the weights' type."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Decoder:
             return attend_split(queries, cache, places, inputs.blocks, self._splits, self._recent, self._tile)
         return attend_whole(queries, cache, places, inputs.blocks, self._recent, self._tile)
 
-    def _window(self, num_rows: int) -> Window:
+    def _window(self, num_rows: int) -> DecodeSettings:
         """Few rows: short splits, fetched at once. Many: long ones, streamed."""
         if self._dtype == torch.float32:
             tile = AttentionTile(32, 32, 4, 1) if num_rows < _MANY_ROWS else AttentionTile(32, 128, 4, 2)
@@ -131,7 +131,7 @@ class Decoder:
         else:
             tile = AttentionTile(32, 512, 2, 3)
         splits = Splits.of(self._max_pin, self._recent, 1, tile.split)
-        return Window(self._recent, self.arch.norm_epsilon, tile, splits)
+        return DecodeSettings(self._recent, self.arch.norm_epsilon, tile, splits)
 
     def _linear(self, x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
         """x @ matrix^T in `dtype`, the activations' own by default."""

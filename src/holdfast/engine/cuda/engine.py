@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.engine.cuda.burst import Burst, can_burst
-from holdfast.engine.cuda.decoder import MOST_DECODED, Decoder
+from holdfast.engine.cuda.decoder import MOST_DECODED, CudaDecoder
 from holdfast.engine.cuda.graphs import BucketForward, GraphPool, PromptForward, bucket_for, prompt_bucket, rounded
 from holdfast.engine.cuda.layout import Bucket, Inputs, Layout, lay_out
 from holdfast.engine.cuda.weights import load_cuda_weights
@@ -53,7 +53,7 @@ class CudaEngine:
             cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
             kv_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
             self._slabs = SlabTensors(cells, kv_dtype, self._device)
-        self._decoder = Decoder(arch, weights, self._slabs, shape, deterministic=deterministic)
+        self._decoder = CudaDecoder(arch, weights, self._slabs, shape, deterministic=deterministic)
         self._pool = GraphPool(self._device)
         self._forwards: dict[Bucket, BucketForward] = {}
         self._prompts: dict[int, PromptForward] = {}

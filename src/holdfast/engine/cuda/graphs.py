@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from holdfast.engine.cuda.decoder import MOST_DECODED, Decoder
+from holdfast.engine.cuda.decoder import MOST_DECODED, CudaDecoder
 from holdfast.engine.cuda.layout import Bucket, Inputs, Layout, lay_out, num_blocks
 from holdfast.engine.interface import Row
 
@@ -15,7 +15,7 @@ _MOST_PROMPT = 1024  # tokens: beyond, launching kernels one by one costs nothin
 _PROMPTS = 8  # sessions whose prompts share a graph
 
 
-class Recording:
+class RecordedGraph:
     """Something that runs on the device alone, replayed from a graph where there are graphs."""
 
     def __init__(self, run: Callable[[], Tensor], pool: "GraphPool") -> None:
@@ -57,14 +57,14 @@ class GraphPool:
 class BucketForward:
     """The forward of one bucket: its inputs, and what is replayed over them."""
 
-    def __init__(self, decoder: Decoder, bucket: Bucket, pool: GraphPool, device: torch.device) -> None:
+    def __init__(self, decoder: CudaDecoder, bucket: Bucket, pool: GraphPool, device: torch.device) -> None:
         self._vocab_size = decoder.arch.vocab_size
         self._bucket = bucket
         block_size = decoder.block_size(bucket.num_tokens)
         num_tokens = bucket.num_rows * bucket.num_tokens
         self.inputs = Inputs(num_tokens, num_blocks(bucket, block_size), block_size, device)
         self.inputs.slots.fill_(-1)  # until it is filled, it writes nowhere
-        self._recording = Recording(lambda: decoder.forward(self.inputs), pool)
+        self._recording = RecordedGraph(lambda: decoder.forward(self.inputs), pool)
 
     def fill(self, rows: Sequence[Row]) -> list[int]:
         """Lay the rows out; returns the indices of the wanted logits."""
@@ -82,12 +82,12 @@ class BucketForward:
 class PromptForward:
     """The forward of prompts of up to `num_tokens` tokens together, from a few sessions; the head is not part of it."""
 
-    def __init__(self, decoder: Decoder, num_tokens: int, pool: GraphPool, device: torch.device) -> None:
+    def __init__(self, decoder: CudaDecoder, num_tokens: int, pool: GraphPool, device: torch.device) -> None:
         self._decoder = decoder
         block_size = decoder.block_size(MOST_DECODED + 1)
         self.inputs = Inputs(num_tokens, num_tokens // block_size + _PROMPTS, block_size, device)
         self.inputs.slots.fill_(-1)
-        self._recording = Recording(lambda: decoder.hidden(self.inputs), pool)
+        self._recording = RecordedGraph(lambda: decoder.hidden(self.inputs), pool)
 
     def forward(self, layout: Layout) -> Tensor:
         self.inputs.fill(layout)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
-from holdfast.engine.packing import RowPlan, places
+from holdfast.engine.batch import RowPlan, places
 from holdfast.engine.slab import Slab
 
 Layers = list[mx.array]  # [kv_heads, capacity, head_dim] each
@@ -38,7 +38,7 @@ class SlabArrays:
         return [slabs[slot] for slot in slots for slabs in (self.keys, self.values)]
 
 
-class SlabAttention:
+class MLXSlabAttention:
     """One forward's attention, for all its rows and layers."""
 
     def __init__(self, arrays: SlabArrays, plans: Sequence[RowPlan]) -> None:

@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.engine.batch import pack
 from holdfast.engine.description import engine_info
 from holdfast.engine.interface import EngineInfo, KeysValues, Row
-from holdfast.engine.mlx.attention import SlabArrays, SlabAttention, gather, scatter
+from holdfast.engine.mlx.attention import MLXSlabAttention, SlabArrays, gather, scatter
 from holdfast.engine.mlx.weights import ArrayReader, load_decoder, reader_for
-from holdfast.engine.packing import pack
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.errors import NonFiniteLogits
@@ -64,7 +64,7 @@ class MLXEngine:
 
     def forward(self, rows: Sequence[Row]) -> mx.array:
         packed = pack(rows)
-        logits = self._decoder.forward(packed, SlabAttention(self._slabs, packed.rows))
+        logits = self._decoder.forward(packed, MLXSlabAttention(self._slabs, packed.rows))
         mx.eval(logits, self._slabs.of(row.slot for row in packed.rows))
         return logits
 

@@ -7,7 +7,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.mlx.model import Decoder
+from holdfast.engine.mlx.decoder import MLXDecoder
 from holdfast.errors import ModelError
 from holdfast.models import Architecture, GGUFSource, HFSource, ModelSource
 
@@ -51,12 +51,12 @@ def reader_for(source: ModelSource) -> ArrayReader:
     return GGUFReader(source) if isinstance(source, GGUFSource) else SafetensorsReader(source)
 
 
-def load_decoder(reader: ArrayReader, arch: Architecture, *, dtype: mx.Dtype) -> Decoder:
+def load_decoder(reader: ArrayReader, arch: Architecture, *, dtype: mx.Dtype) -> MLXDecoder:
     """A decoder with all its weights in memory; any thread may use it. A wrong shape is refused by name.
 
     Norms are float32, and so is what makes logits: a bfloat16 logit is off by up to a sixteenth.
     """
-    decoder = Decoder(arch, dtype)
+    decoder = MLXDecoder(arch, dtype)
     nn.quantize(decoder, class_predicate=lambda path, module: _quantisation(reader, path, module))
     head = "model.embed_tokens." if arch.has_tied_embeddings else "lm_head."
     loaded: list[tuple[str, mx.array]] = []

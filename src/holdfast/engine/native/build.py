@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_HEADERS = ("attention", "drawing", "pairs", "pool", "products", "vectors", "weights")
+_HEADERS = ("attention", "pairs", "pool", "products", "sampler", "vectors", "weights")
 SOURCES = [HERE / "decoder.cpp", *(HERE / f"{name}.h" for name in _HEADERS)]
 
 # Best first. What a machine must have is asked of the compiler's own run-time check in library.py.

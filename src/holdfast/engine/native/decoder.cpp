@@ -5,7 +5,7 @@
 // how many rows, threads or neighbours there are. (The faster products of pairs.h give that up, where they may.)
 
 #include "attention.h"
-#include "drawing.h"
+#include "sampler.h"
 #include "products.h"
 
 namespace {

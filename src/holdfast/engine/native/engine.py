@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.engine.batch import places
 from holdfast.engine.description import engine_info
 from holdfast.engine.interface import EngineInfo, KeysValues, Row
 from holdfast.engine.native import library as native
 from holdfast.engine.native.store import packed_weights, reader_for
-from holdfast.engine.packing import places
 from holdfast.engine.quantisation import GROUP
 from holdfast.engine.sampling import Pick, not_finite, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
@@ -36,7 +36,7 @@ Arrays = Mapping[str, NDArray[np.generic]]
 
 
 class NativeEngine:
-    """A decoder and its slabs in the process's own memory. `arrays` are what `Packing` makes."""
+    """A decoder and its slabs in the process's own memory. `arrays` are what `WeightPacker` makes."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class NativeEngine:
         self._keys, self._values = (np.full(cells, 0, kind) for _ in range(2))
         self.arrays = arrays
         self._held = _described(arch, arrays, dtype)  # what the decoder points into, beside the arrays
-        slabs = native.Slabs(
+        slabs = native.SlabsStruct(
             self._keys.ctypes.data,
             self._values.ctypes.data,
             num_slabs,
@@ -95,7 +95,7 @@ class NativeEngine:
         return self._keys.nbytes + self._values.nbytes
 
     def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        specs = (native.RowSpec * len(rows))(  # type: ignore[misc]
+        specs = (native.RowStruct * len(rows))(  # type: ignore[misc]
             *((row.slab.length, len(row.tokens), row.slab.slot, row.slab.window.sink, row.num_logits) for row in rows)
         )
         tokens = np.fromiter((token for row in rows for token in row.tokens), np.int32)
@@ -129,7 +129,7 @@ class NativeEngine:
         self._values[:, slab.slot] = 0
 
     def _draw(self, logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogits:
-        params, row, drawn = pick.params, logits[pick.row], native.Drawn()
+        params, row, drawn = pick.params, logits[pick.row], native.DrawnStruct()
         where = params.seed, pick.position, params.choice
         self._library.holdfast_draw(row.ctypes.data, row.size, params.temperature, *where, drawn)
         if drawn.token < 0:
@@ -159,20 +159,20 @@ def _num_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.Model, object, object]:
+def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.ModelStruct, object, object]:
     """The model as the native code sees it, and the arrays that the description itself points into."""
     kind, dim = native.KINDS[dtype], arch.head_dim
     queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
 
-    def matrix(name: str, outputs: int, inputs: int) -> native.Matrix:
+    def matrix(name: str, outputs: int, inputs: int) -> native.MatrixStruct:
         blocks = arrays[name]
-        return native.Matrix(blocks.ctypes.data, len(blocks), inputs, kind, outputs)
+        return native.MatrixStruct(blocks.ctypes.data, len(blocks), inputs, kind, outputs)
 
     def vector(name: str) -> int | None:
         return arrays[name].ctypes.data if name in arrays else None
 
-    def layer(at: str) -> native.Layer:
-        return native.Layer(
+    def layer(at: str) -> native.LayerStruct:
+        return native.LayerStruct(
             matrix(f"{at}.qkv", queries + 2 * keys, arch.hidden_size),
             matrix(f"{at}.output", arch.hidden_size, queries),
             matrix(f"{at}.gate_up", 2 * arch.mlp_size, arch.hidden_size),
@@ -181,9 +181,9 @@ def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.M
         )
 
     frequencies = (ctypes.c_double * len(arch.inverse_frequencies))(*arch.inverse_frequencies)
-    layers = (native.Layer * arch.num_layers)(*(layer(str(index)) for index in range(arch.num_layers)))
+    layers = (native.LayerStruct * arch.num_layers)(*(layer(str(index)) for index in range(arch.num_layers)))
     head = "embedding" if arch.has_tied_embeddings else "head"
-    model = native.Model(
+    model = native.ModelStruct(
         arch.num_layers,
         arch.hidden_size,
         arch.mlp_size,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.native.weights import Packing, TensorReader
+from holdfast.engine.native.weights import TensorReader, WeightPacker
 from holdfast.errors import ModelError
 from holdfast.models import GGUFSource, HFSource, ModelSource
 
@@ -106,7 +106,7 @@ def packed_weights(source: ModelSource, reader: TensorReader, dtype: str) -> Map
             logger.warning("%s is not what was written there; the weights are packed again", path)
         except ModelError as exc:
             logger.warning("the weights are packed again: %s", exc)
-    arrays = Packing(reader, source.architecture, dtype).arrays()
+    arrays = WeightPacker(reader, source.architecture, dtype).arrays()
     try:
         _write(path, arrays, facts)
     except OSError as exc:

@@ -62,7 +62,7 @@ def interleaved(gate: Floats, up: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class WeightPacker:
     """Reads, checks and packs the weights of one model, one named array after the other."""
 
     reader: TensorReader

@@ -11,12 +11,12 @@ from holdfast.engine.interface import Engine, Row
 from holdfast.engine.sampling import Pick
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import Slab, SlabPool
-from holdfast.engine.speculative.proposer import NOTHING, Ask, Draft
+from holdfast.engine.speculative.proposer import EMPTY_DRAFT, Draft, DraftRequest
 from holdfast.errors import ConfigError, NonFiniteLogits
 
 
 @dataclass(slots=True)
-class _Reader:
+class _DraftReader:
     """How far the small model has read one sequence: the tokens `skipped` were never shown to it."""
 
     slab: Slab
@@ -37,23 +37,23 @@ class DraftModel:
             )
         self._engine = engine
         self._pool = SlabPool(engine.num_slabs, engine.shape)
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _DraftReader] = {}
 
     @property
     def num_strengths(self) -> int:
         return 1
 
-    def propose(self, asks: List[Ask]) -> list[Draft]:
-        readers = [self._caught_up(ask.sequence) for ask in asks]
-        ready = [(ask, reader) for ask, reader in zip(asks, readers, strict=True) if reader]
+    def propose(self, requests: List[DraftRequest]) -> list[Draft]:
+        readers = [self._caught_up(request.sequence) for request in requests]
+        ready = [(request, reader) for request, reader in zip(requests, readers, strict=True) if reader]
         drafts = iter(self._draft(ready))
-        return [Draft(next(drafts)) if reader else NOTHING for reader in readers]
+        return [Draft(next(drafts)) if reader else EMPTY_DRAFT for reader in readers]
 
     def forget(self, sequence_id: int) -> None:
         if reader := self._readers.pop(sequence_id, None):
             self._pool.release(reader.slab)
 
-    def _caught_up(self, sequence: Sequence) -> _Reader | None:
+    def _caught_up(self, sequence: Sequence) -> _DraftReader | None:
         """Its reader, once all but the last token is read; reads one more chunk where it is not."""
         reader = self._readers.get(sequence.id)
         if reader is None or reader.num_rewinds != sequence.num_rewinds:
@@ -69,14 +69,14 @@ class DraftModel:
             self._read([(reader, [sequence.tokens[reader.position(index)] for index in chunk])], num_logits=0)
         return reader if slab.length == target else None
 
-    def _opened(self, sequence: Sequence) -> _Reader:
+    def _opened(self, sequence: Sequence) -> _DraftReader:
         """From the sinks on to what is recent; what the model itself no longer sees is left out."""
         window = self._engine.shape.recent
         sink = min(sequence.slab.window.sink, self._engine.shape.max_pin)
         first_recent = max(sink, len(sequence.tokens) - window)
-        return _Reader(self._pool.acquire(sink), sequence.num_rewinds, range(sink, first_recent))
+        return _DraftReader(self._pool.acquire(sink), sequence.num_rewinds, range(sink, first_recent))
 
-    def _draft(self, ready: list[tuple[Ask, _Reader]]) -> list[list[int]]:
+    def _draft(self, ready: list[tuple[DraftRequest, _DraftReader]]) -> list[list[int]]:
         """One token for all at a time, each drawn with the noise of its own place."""
         drafts: list[list[int]] = [[] for _ in ready]
         active = list(range(len(ready)))
@@ -96,7 +96,7 @@ class DraftModel:
             active = going
         return drafts
 
-    def _read(self, rows: list[tuple[_Reader, list[int]]], *, num_logits: int) -> object:
+    def _read(self, rows: list[tuple[_DraftReader, list[int]]], *, num_logits: int) -> object:
         for reader, tokens in rows:
             reader.slab.begin_write(len(tokens))
         logits = self._engine.forward([Row(reader.slab, tokens, num_logits) for reader, tokens in rows])

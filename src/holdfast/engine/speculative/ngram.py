@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence as List
 
 from holdfast.engine.sequence import Sequence
-from holdfast.engine.speculative.proposer import NOTHING, Ask, Draft
+from holdfast.engine.speculative.proposer import EMPTY_DRAFT, Draft, DraftRequest
 
 SHORTEST = 3  # tokens that must agree
 _LONGEST = 16  # how far back an agreement is followed
@@ -26,8 +26,8 @@ class NGram:
     def num_strengths(self) -> int:
         return len(_STRONG) + 1
 
-    def propose(self, asks: List[Ask]) -> list[Draft]:
-        return [self._of(ask.sequence).draft(ask.sequence.tokens, ask.limit) for ask in asks]
+    def propose(self, requests: List[DraftRequest]) -> list[Draft]:
+        return [self._of(request.sequence).draft(request.sequence.tokens, request.limit) for request in requests]
 
     def forget(self, sequence_id: int) -> None:
         self._indexes.pop(sequence_id, None)
@@ -47,11 +47,11 @@ class _Index:
         length = len(tokens)
         self._catch_up(tokens)
         if length < SHORTEST:
-            return NOTHING
+            return EMPTY_DRAFT
         end = self._ends[_slot(tokens, length)]
         agreeing = _num_agreeing(tokens, end)
         if agreeing < SHORTEST:
-            return NOTHING
+            return EMPTY_DRAFT
         strength = sum(agreeing >= bar for bar in _STRONG)
         return Draft(tokens[end : min(end + limit, length)].tolist(), strength)
 

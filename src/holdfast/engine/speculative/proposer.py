@@ -7,7 +7,7 @@ from holdfast.engine.sequence import Sequence
 from holdfast.generation import SamplingParams
 
 
-class Ask(NamedTuple):
+class DraftRequest(NamedTuple):
     """At most `limit` tokens that may follow the sequence's history, drawn as `params` would draw them."""
 
     sequence: Sequence
@@ -22,7 +22,7 @@ class Draft(NamedTuple):
     strength: int = 0
 
 
-NOTHING = Draft([])
+EMPTY_DRAFT = Draft([])
 
 
 class Proposer(Protocol):
@@ -31,8 +31,8 @@ class Proposer(Protocol):
     @property
     def num_strengths(self) -> int: ...
 
-    def propose(self, asks: List[Ask]) -> list[Draft]:
-        """One draft per ask, as long as its limit or shorter; empty where there is nothing to say. Mutates itself."""
+    def propose(self, requests: List[DraftRequest]) -> list[Draft]:
+        """One draft per request, of at most `limit` tokens; empty where it has no proposal. Mutates itself."""
 
     def forget(self, sequence_id: int) -> None:
         """The sequence is gone."""

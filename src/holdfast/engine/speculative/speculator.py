@@ -4,7 +4,7 @@ from collections.abc import Sequence as List
 
 from holdfast.engine.run import Run
 from holdfast.engine.speculative.pace import Pace
-from holdfast.engine.speculative.proposer import Ask, Proposer
+from holdfast.engine.speculative.proposer import DraftRequest, Proposer
 
 MAX_ROWS = 8  # tokens of all sequences that one verifying forward takes at little more than the price of one
 
@@ -22,12 +22,12 @@ class Speculator:
         """One draft for each of `runs`, which are about to compute their last token; empty for those who get none."""
         room = MAX_ROWS // max(1, len(runs)) - 1
         limits = [self._limit(run, room) for run in runs]
-        asks = [
-            Ask(run.sequence, run.params, limit)
+        requests = [
+            DraftRequest(run.sequence, run.params, limit)
             for run, limit in zip(runs, limits, strict=True)
             if limit and run.params
         ]
-        proposed = iter(self._proposer.propose(asks) if asks else ())
+        proposed = iter(self._proposer.propose(requests) if requests else ())
         return [self._paced(run, next(proposed)) if limit else [] for run, limit in zip(runs, limits, strict=True)]
 
     def learn(self, run: Run, num_proposed: int, num_accepted: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.engine.batch import RowPlan, places
 from holdfast.engine.interface import KeysValues
-from holdfast.engine.packing import RowPlan, places
 from holdfast.engine.slab import Slab
 
 
@@ -44,7 +44,7 @@ class SlabTensors:
         self.values[:, slab.slot] = 0
 
 
-class SlabAttention:
+class TorchSlabAttention:
     """One forward's attention, for all its rows and layers."""
 
     def __init__(self, tensors: SlabTensors, plans: Sequence[RowPlan]) -> None:

@@ -7,13 +7,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.engine.batch import pack
 from holdfast.engine.description import engine_info
 from holdfast.engine.interface import EngineInfo, KeysValues, Row
-from holdfast.engine.packing import pack
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
-from holdfast.engine.torch.attention import SlabAttention, SlabTensors
-from holdfast.engine.torch.model import Decoder
+from holdfast.engine.torch.attention import SlabTensors, TorchSlabAttention
+from holdfast.engine.torch.decoder import TorchDecoder
 from holdfast.engine.torch.weights import TensorReader, load_weights, reader_for
 from holdfast.errors import InvalidArgument, NonFiniteLogits
 from holdfast.generation import Sampled
@@ -41,7 +41,7 @@ class TorchEngine:
         self._device = torch.device(device)
         self._shape = shape
         self._num_slabs = num_slabs
-        self._decoder = Decoder(arch, load_weights(reader, arch, dtype=_DTYPES[dtype], device=self._device))
+        self._decoder = TorchDecoder(arch, load_weights(reader, arch, dtype=_DTYPES[dtype], device=self._device))
         cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
         self._slabs = SlabTensors(cells, _DTYPES[dtype], self._device)
 
@@ -64,7 +64,7 @@ class TorchEngine:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> Tensor:
         packed = pack(rows)
-        return self._decoder.forward(packed, SlabAttention(self._slabs, packed.rows))
+        return self._decoder.forward(packed, TorchSlabAttention(self._slabs, packed.rows))
 
     def read_logits(self, logits: Tensor) -> NDArray[np.float32]:
         array: NDArray[np.float32] = logits.float().cpu().numpy()

@@ -14,14 +14,14 @@ from holdfast.engine.cuda.kernels.attention import (
     split_attention,
     whole_attention,
 )
-from holdfast.engine.cuda.kernels.decoding import decode_attention
-from holdfast.engine.cuda.kernels.launching import overlapped, power_of_two
+from holdfast.engine.cuda.kernels.decode_attention import decode_attention
+from holdfast.engine.cuda.kernels.launch import overlapped, power_of_two
 
 Pair = tuple[Tensor, Tensor]
 Places = tuple[Tensor, Tensor, Tensor]  # each token's position, slot and sink
 
 
-class Window(NamedTuple):
+class DecodeSettings(NamedTuple):
     """What a single token's attention needs to know beside its tensors."""
 
     recent: int
@@ -76,7 +76,7 @@ def attend_decoded(
     places: Places,
     cache: Pair,
     done: Tensor,
-    window: Window,
+    window: DecodeSettings,
 ) -> Tensor:
     """Answers [rows, heads * dim] to one token a row, whose keys and values go into the slabs on the way.
 

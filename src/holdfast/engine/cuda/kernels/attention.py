@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.launching import power_of_two, take_turn
+from holdfast.engine.cuda.kernels.launch import power_of_two, take_turn
 from holdfast.engine.cuda.kernels.softmax import attend, filled_places, fresh, split_of, store_part
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.launching import overlapped, power_of_two, take_turn
+from holdfast.engine.cuda.kernels.launch import overlapped, power_of_two, take_turn
 from holdfast.engine.cuda.kernels.softmax import cell_of
 
 

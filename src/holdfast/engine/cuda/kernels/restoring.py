@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.launching import blocks, overlapped, take_turn
+from holdfast.engine.cuda.kernels.launch import blocks, overlapped, take_turn
 
 _BLOCK = 4096
 

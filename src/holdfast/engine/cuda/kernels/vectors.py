@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.launching import blocks, overlapped, power_of_two, take_turn
+from holdfast.engine.cuda.kernels.launch import blocks, overlapped, power_of_two, take_turn
 from holdfast.engine.cuda.kernels.widening import widened
 from holdfast.engine.cuda.weights import Matrix
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from holdfast.engine.cuda.kernels.launching import OVERLAP
+from holdfast.engine.cuda.kernels.launch import OVERLAP
 
 # 0x4B000000 is 2^23, whose last bit counts ones; with the sign bit flipped, a byte b in there reads 2^23 + b + 128.
 _WIDEN = tl.constexpr(

@@ -8,7 +8,7 @@ to finish adds the splits up.
 import triton
 import triton.language as tl
 
-from holdfast.engine.cuda.kernels.launching import take_turn
+from holdfast.engine.cuda.kernels.launch import take_turn
 from holdfast.engine.cuda.kernels.softmax import (
     absorb,
     absorb_one,

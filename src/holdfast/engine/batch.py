@@ -14,7 +14,7 @@ from holdfast.engine.interface import Row
 from holdfast.engine.slab import Slab
 
 
-class Place(NamedTuple):
+class CellSlice(NamedTuple):
     """Consecutive items of something packed, and the consecutive cells they belong in."""
 
     packed: slice
@@ -40,7 +40,7 @@ class RowPlan:
 
     slot: int
     packed: slice  # its tokens among the packed ones
-    writes: tuple[Place, ...]
+    writes: tuple[CellSlice, ...]
     reads: tuple[Stretch, ...]
     mask: NDArray[np.bool_] | None  # [queries, keys] True where a query may not look; None where all may
 
@@ -69,11 +69,11 @@ def pack(rows: Sequence[Row]) -> Packed:
     return packed
 
 
-def places(slab: Slab, positions: Sequence[range], start: int = 0) -> Iterator[Place]:
+def places(slab: Slab, positions: Sequence[range], start: int = 0) -> Iterator[CellSlice]:
     """Where `positions` live, for content that holds them in order from index `start` on."""
     for part in positions:
         for run in slab.runs(part):
-            yield Place(slice(start, start + len(run)), slice(run.start, run.stop))
+            yield CellSlice(slice(start, start + len(run)), slice(run.start, run.stop))
             start += len(run)
 
 

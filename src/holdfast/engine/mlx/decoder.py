@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx import nn
 
-from holdfast.engine.packing import Packed
+from holdfast.engine.batch import Packed
 from holdfast.engine.rotary import rotary_tables
 from holdfast.models import Architecture
 
@@ -73,7 +73,7 @@ class Trunk(nn.Module):
         self.norm = nn.RMSNorm(arch.hidden_size, arch.norm_epsilon)
 
 
-class Decoder(nn.Module):
+class MLXDecoder(nn.Module):
     """Llama-shaped decoder with the switches of `Architecture`. Activations are float32 between products.
 
     `dtype` is what the products inside the layers are computed in; norms and logits are always float32.

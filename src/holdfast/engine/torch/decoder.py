@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.engine.packing import Packed
+from holdfast.engine.batch import Packed
 from holdfast.engine.rotary import rotary_tables
 from holdfast.engine.torch.weights import DecoderWeights, LayerWeights
 from holdfast.models import Architecture
@@ -22,7 +22,7 @@ class Attention(Protocol):
         """
 
 
-class Decoder:
+class TorchDecoder:
     """Llama-shaped decoder with the switches of `Architecture`. Activations are float32 between products."""
 
     def __init__(self, arch: Architecture, weights: DecoderWeights) -> None:
