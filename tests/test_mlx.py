@@ -26,8 +26,8 @@ from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import EngineConfig
 from holdfast.engine import factory
 from holdfast.engine import snapshot as snapshots
+from holdfast.engine.batch import rotary_tables
 from holdfast.engine.interface import Engine, Row
-from holdfast.engine.rotary import rotary_tables
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine

@@ -14,9 +14,7 @@ from holdfast.bench.served import serving
 from holdfast.engine.interface import Engine
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import SlabPool, SlabShape
-from holdfast.engine.speculative import Draft, DraftRequest, NGram, Proposer, Speculator
-from holdfast.engine.speculative.draft_model import DraftModel
-from holdfast.engine.speculative.pace import Pace
+from holdfast.engine.speculation import Draft, DraftModel, DraftRequest, NGram, Pace, Proposer, Speculator
 from holdfast.engine.worker import Worker
 from holdfast.errors import ConfigError
 from holdfast.generation import Done, Sampled, SamplingParams
@@ -182,7 +180,7 @@ async def test_a_draft_model_reads_again_after_a_rewind() -> None:
             done = await stream.done()
         assert done.num_accepted == done.num_proposed > 4
         await worker.close(sequence)
-        assert draft._pool.num_free == 1
+        assert draft.num_free_slabs == 1
     finally:
         worker.stop()
 

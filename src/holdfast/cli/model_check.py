@@ -8,12 +8,12 @@ from holdfast.cli.diagnosis import Device, Finding
 from holdfast.cli.sizing import Sizes, token_bytes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig
 from holdfast.engine import factory
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.description import engine_info
+from holdfast.engine.interface import engine_info
 from holdfast.engine.slab import SlabShape
+from holdfast.engine.weights import open_weights
 from holdfast.engine.window import Window
 from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, ModelError
-from holdfast.models import Architecture, HFSource, ModelSource, open_model
+from holdfast.models import Architecture, ModelSource, open_model, require_plain_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ def check_model(name: str, chat: ChatConfig | None, device: Device) -> tuple[Mod
     try:
         source = open_model(name)
         facts = _facts(source, has_weights=bool(device))
-        if facts.is_quantised and device in ("cpu", "cuda"):
-            raise ModelError(f"{source.path} is quantised for MLX; use --device mlx, or the model it was made from")
+        if device in ("cpu", "cuda"):
+            require_plain_weights(source)
     except ModelError as exc:
         return None, [Finding("model", "problem", str(exc))]
     arch = facts.architecture
@@ -79,9 +79,8 @@ def _facts(source: ModelSource, *, has_weights: bool) -> ModelFacts:
     architecture, is_quantised, file_bytes = source.architecture, False, 0
     if has_weights:
         file_bytes = sum(file.stat().st_size for file in source.weight_files)
-        if isinstance(source, HFSource):
-            is_quantised = bool((source.read_json("config.json") or {}).get("quantization"))
-            Checkpoint(source, "numpy")  # opening it checks that every file is whole
+        is_quantised = source.is_mlx_quantised
+        open_weights(source, for_mlx=True)  # checks that every file is complete
     return ModelFacts(
         name=source.name,
         path=str(source.path),

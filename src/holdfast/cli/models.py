@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.config import DEFAULT_MODEL
-from holdfast.models import BUNDLED, open_model
-from holdfast.models.bundled import pull
+from holdfast.models import BUNDLED, open_model, pull
 
 _MB = 1_000_000
 

@@ -11,7 +11,7 @@ from holdfast.engine.scheduler import Plan, Scheduler
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.slab import Slab, SlabPool
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.speculative import Speculator
+from holdfast.engine.speculation import Speculator
 from holdfast.engine.step import Outcome, step
 from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Done, Sampled

@@ -24,7 +24,7 @@ from holdfast.engine.run import Failed, Run
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.sequences import Sequences
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.speculative import Speculator
+from holdfast.engine.speculation import Speculator
 from holdfast.engine.step import as_holdfast_error
 from holdfast.engine.stream import EventDispatcher, Stream
 from holdfast.errors import Draining, HoldfastError, InvalidArgument, SessionNotFound
