@@ -280,7 +280,7 @@ async def test_what_does_not_belong_here_is_refused_and_leaves_nothing(tmp_path:
             async with refused(*INVALID, reason=reason):
                 await imported(there, sent)
             assert not (await there.stub.ListSessions(pb.ListSessionsRequest())).sessions
-            assert not there.worker._sequences._sequences
+            assert there.worker.num_free_slabs == there.worker.engine.num_slabs
 
 
 async def test_other_weights_or_windows_keep_the_tokens_and_compute_them_again(
@@ -401,10 +401,10 @@ async def test_who_leaves_before_an_import_is_done_leaves_nothing_behind(tmp_pat
         call = there.stub.ImportSession(iter([pb.SessionChunk(data=data)]))
         running = asyncio.ensure_future(call.wait_for_connection())
         async with asyncio.timeout(10):
-            while not there.worker._sequences._sequences:
+            while there.worker.num_free_slabs == there.worker.engine.num_slabs:
                 await asyncio.sleep(0.01)
             call.cancel()
-            while there.worker._sequences._sequences:
+            while there.worker.num_free_slabs < there.worker.engine.num_slabs:
                 await asyncio.sleep(0.01)
         running.cancel()
         assert not (await there.stub.ListSessions(pb.ListSessionsRequest())).sessions
