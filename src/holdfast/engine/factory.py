@@ -63,8 +63,10 @@ def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
             deterministic=config.deterministic,
             num_threads=config.threads,
         )
-    if wish := _special_wish(dtype, config):
-        raise ConfigError(f"on this CPU {wish} needs the native engine; install a C++ compiler and reinstall holdfast")
+    if setting := _special_setting(dtype, config):
+        raise ConfigError(
+            f"on this CPU {setting} needs the native engine; install a C++ compiler and reinstall holdfast"
+        )
     return _on_torch(source, config, shape, dtype=dtype, device="cpu")
 
 
@@ -77,8 +79,8 @@ def _on_cuda(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Eng
         return load_engine(
             source, num_slabs=config.sessions, shape=shape, dtype=dtype, deterministic=config.deterministic
         )
-    if wish := _special_wish(dtype, config):
-        raise ConfigError(f"on CUDA {wish} needs Triton: pip install triton")
+    if setting := _special_setting(dtype, config):
+        raise ConfigError(f"on CUDA {setting} needs Triton: pip install triton")
     return _on_torch(source, config, shape, dtype=dtype, device="cuda")
 
 
@@ -92,8 +94,8 @@ def _on_torch(source: ModelSource, config: EngineConfig, shape: SlabShape, *, dt
 
 
 def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
-    if wish := _special_wish(config.dtype, config):
-        raise ConfigError(f"device mlx does not support {wish}; use --device cpu")
+    if setting := _special_setting(config.dtype, config):
+        raise ConfigError(f"device mlx does not support {setting}; use --device cpu")
     try:
         from holdfast.engine.mlx import load_engine
     except ImportError as exc:
@@ -102,7 +104,7 @@ def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
     return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=dtype)
 
 
-def _special_wish(dtype: str, config: EngineConfig) -> str | None:
+def _special_setting(dtype: str, config: EngineConfig) -> str | None:
     """The setting that only the native and the Triton engine support, if there is one."""
     if dtype == "int8":
         return "dtype int8"

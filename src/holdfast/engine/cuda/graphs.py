@@ -23,7 +23,7 @@ MOST_STEPS = 256  # of a burst between two reads
 
 _LEAST_TEMPERATURE = 1e-6  # below this, quotients leave the range of float64
 _MOST_TOKENS = 512  # of a decoding graph, which computes the logits of all its tokens
-_MOST_PROMPT = 1024  # tokens of a prompt graph; with more, launching the kernels one by one costs nothing
+_MOST_PROMPT = 1024  # tokens of a prompt graph; with more, the cost of launching the kernels one by one does not matter
 _PROMPTS = 8  # sessions whose prompts can share a graph
 
 
