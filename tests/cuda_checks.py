@@ -14,10 +14,10 @@ from holdfast.engine.cuda import CudaEngine, load_engine
 from holdfast.engine.cuda.graphs import GraphPool
 from holdfast.engine.cuda.weights import quantised
 from holdfast.engine.interface import Row
-from holdfast.engine.quantisation import quantise
 from holdfast.engine.sampling import Pick
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from holdfast.engine.torch.weights import StateDictReader
+from holdfast.engine.weights import quantise
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.models import HFSource
 from holdfast.models.architecture import from_hf_config

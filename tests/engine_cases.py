@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
 from holdfast.engine.native import NativeEngine, is_available
-from holdfast.engine.native.weights import Packing
+from holdfast.engine.native.weights import WeightPacker
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.window import Window
 from holdfast.testing.fake_engine import FakeEngine
@@ -50,32 +50,29 @@ def make(name: str, *, num_slabs: int, shape: SlabShape) -> Case:
     return Case(builders[kind](family, num_slabs=num_slabs, shape=shape), truth, tolerance=5e-4)
 
 
+class _StateWeights(dict[str, torch.Tensor]):
+    """A state dict as a `WeightSource`."""
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return self[name].float().numpy()
+
+
 def native_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "float32", **options: Any) -> Engine:
     """`tiny.engine` in native code: the same weights under the same digest."""
 
-    class StateReader(dict[str, torch.Tensor]):
-        def read(self, name: str) -> NDArray[np.float32]:
-            return self[name].float().numpy()
-
     arch = tiny.architecture(family)
-    arrays = Packing(StateReader(tiny.hf_model(family).state_dict()), arch, dtype).arrays()
+    arrays = WeightPacker(_StateWeights(tiny.hf_model(family).state_dict()), arch, dtype).arrays()
     facts = {"digest": family, "num_slabs": num_slabs, "shape": shape, "dtype": dtype}
     return NativeEngine(f"tiny-{family}", arch, arrays, **facts, **options)
 
 
 def mlx_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "float32") -> Engine:
     """`tiny.engine` on MLX: the same weights under the same digest."""
-    import mlx.core as mx
-
     from holdfast.engine.mlx import MLXEngine
 
-    class StateReader(dict[str, torch.Tensor]):
-        def read(self, name: str) -> mx.array:
-            return mx.array(self[name].numpy())
-
-    reader = StateReader(tiny.hf_model(family).state_dict())
+    weights = _StateWeights(tiny.hf_model(family).state_dict())
     arch = tiny.architecture(family)
-    return MLXEngine(f"tiny-{family}", arch, reader, digest=family, num_slabs=num_slabs, shape=shape, dtype=dtype)
+    return MLXEngine(f"tiny-{family}", arch, weights, digest=family, num_slabs=num_slabs, shape=shape, dtype=dtype)
 
 
 def random_tokens(num: int, vocabulary: int, seed: int = 0) -> list[int]:

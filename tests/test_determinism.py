@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from holdfast.engine.noise import gumbel
+from holdfast.engine.sampling import gumbel
 from holdfast.engine.slab import SlabPool
 from holdfast.engine.torch import TorchEngine, load_engine
 from holdfast.engine.worker import Worker

@@ -35,7 +35,7 @@ from holdfast.cli.checks import (
 from holdfast.cli.machine import CudaDevice, DataDirectory, Library, Memory, find_data
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
 from holdfast.config import EngineConfig
-from holdfast.engine.embedded import build_engine
+from holdfast.engine.factory import build_engine
 from holdfast.engine.native import NativeEngine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine

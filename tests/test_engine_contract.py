@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from holdfast.engine import snapshot as snapshots
-from holdfast.engine.interface import Row
+from holdfast.engine.interface import Engine, Row
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from tests import engine_cases
@@ -194,6 +194,13 @@ def test_cells_travel_bit_for_bit(case: Case) -> None:
     case.engine.clear_slab(other)
     assert not case.engine.read_slab(other, slab.intact()).keys.any()
     assert case.engine.read_slab(slab, slab.intact()).keys.any()
+
+
+def test_an_engine_says_what_it_was_built_with(case: Case) -> None:
+    engine = case.engine
+    assert isinstance(engine, Engine)
+    assert (engine.shape, engine.num_slabs) == (SHAPE, 6)
+    assert not engine.is_fatal(ValueError("an ordinary error"))
 
 
 def test_reserved_memory_is_the_formula(case: Case) -> None:

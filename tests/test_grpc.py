@@ -129,7 +129,7 @@ async def test_a_server_whose_engine_died_ends_and_says_why(monkeypatch: pytest.
     async def until_dead() -> None:
         async with serving(SlowEngine()) as server:
             session = await create(server, [1])
-            monkeypatch.setattr(server.worker._sequences.scheduler, "plan", lambda: 1 / 0)
+            monkeypatch.setattr("holdfast.engine.scheduler.Scheduler.plan", lambda scheduler: 1 / 0)
             async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
                 await generate(server, session).read()
             await asyncio.sleep(30)
@@ -575,7 +575,7 @@ async def test_a_sick_model_fails_one_session_and_says_so(server: Server, monkey
 
 async def test_a_history_that_disagrees_with_the_cache_fails_loudly(server: Server) -> None:
     session = await create(server, [1, 2])
-    server.worker._sequences.get(1).append([9])  # behind the session's back
+    await server.worker.append(1, [9])  # behind the session's back
     async with refused(grpc.StatusCode.FAILED_PRECONDITION, "session_failed"):
         await tokens_of(generate(server, session))
     found = await info(server, session)

@@ -24,10 +24,10 @@ import torch
 
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import EngineConfig
-from holdfast.engine import embedded
+from holdfast.engine import factory
 from holdfast.engine import snapshot as snapshots
+from holdfast.engine.batch import rotary_tables
 from holdfast.engine.interface import Engine, Row
-from holdfast.engine.rotary import rotary_tables
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine
@@ -387,11 +387,11 @@ def test_a_damaged_or_incomplete_directory_is_refused_by_name(tmp_path: Path) ->
 
 def _asked(device: str, monkeypatch: pytest.MonkeyPatch, *, mac: bool, mlx: bool) -> object:
     """What would be loaded, by whom."""
-    monkeypatch.setattr(embedded, "_is_apple_silicon", lambda: mac)
-    monkeypatch.setattr(embedded, "_has_mlx", lambda: mlx)
+    monkeypatch.setattr(factory, "_is_apple_silicon", lambda: mac)
+    monkeypatch.setattr(factory, "_has_mlx", lambda: mlx)
     for kind in ("native", "mlx"):
         monkeypatch.setattr(f"holdfast.engine.{kind}.load_engine", lambda *_, kind=kind, **__: kind)
-    return embedded.build_engine(open_model(), EngineConfig(device=device))
+    return factory.build_engine(open_model(), EngineConfig(device=device))
 
 
 @needs_native
@@ -406,7 +406,7 @@ def test_auto_is_mlx_on_a_mac_that_has_it(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_missing_mlx_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "holdfast.engine.mlx", None)
     with pytest.raises(ConfigError, match=r"device mlx needs MLX: pip install 'holdfast\[mlx\]'"):
-        embedded.build_engine(open_model(), EngineConfig(device="mlx"))
+        factory.build_engine(open_model(), EngineConfig(device="mlx"))
 
 
 # The whole server

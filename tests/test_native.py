@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from holdfast.engine.interface import Row
 from holdfast.engine.native import library as native
 from holdfast.engine.native.engine import NativeEngine, load_engine
-from holdfast.engine.native.store import TensorFile, cache_directory, packed_weights
-from holdfast.engine.quantisation import quantise
+from holdfast.engine.native.weights import cache_directory, packed_weights
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import SlabPool, SlabShape
+from holdfast.engine.weights import TensorFile, quantise
 from holdfast.errors import ConfigError, ModelError, NonFiniteLogits
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.models import GGUFSource
@@ -163,7 +163,7 @@ def test_packed_weights_are_kept(default_source: GGUFSource, tmp_path: Path, mon
     class Counting:
         num = 0
 
-        def read(self, name: str) -> np.ndarray:
+        def tensor(self, name: str) -> np.ndarray:
             self.num += 1
             return default_source.file.tensor(name)
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from holdfast.engine import noise
+from holdfast.engine import sampling as noise
 
 
 def _block(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from holdfast.engine.noise import gumbel
-from holdfast.engine.sampling import Pick, adjust, sample_rows, survivors
+from holdfast.engine.sampling import Pick, adjust, gumbel, sample_rows, survivors
 from holdfast.errors import InvalidArgument, NonFiniteLogits
 from holdfast.generation import Sampled, SamplingParams
 

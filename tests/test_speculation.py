@@ -14,9 +14,7 @@ from holdfast.bench.served import serving
 from holdfast.engine.interface import Engine
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import SlabPool, SlabShape
-from holdfast.engine.speculative import Ask, Draft, NGram, Proposer, Speculator
-from holdfast.engine.speculative.draft_model import DraftModel
-from holdfast.engine.speculative.pace import Pace
+from holdfast.engine.speculation import Draft, DraftModel, DraftRequest, NGram, Pace, Proposer, Speculator
 from holdfast.engine.worker import Worker
 from holdfast.errors import ConfigError
 from holdfast.generation import Done, Sampled, SamplingParams
@@ -36,12 +34,12 @@ class Guesses:
         self._answer, self._start, self._quality = answer, start, quality
         self._random = random.Random(5)
 
-    def propose(self, asks: List[Ask]) -> list[Draft]:
-        return [Draft(self._draft(ask)) for ask in asks]
+    def propose(self, requests: List[DraftRequest]) -> list[Draft]:
+        return [Draft(self._draft(request)) for request in requests]
 
-    def _draft(self, ask: Ask) -> list[int]:
-        at = len(ask.sequence.tokens) - self._start
-        known = [*self._answer[at : at + ask.limit], *[0] * ask.limit][: ask.limit]
+    def _draft(self, request: DraftRequest) -> list[int]:
+        at = len(request.sequence.tokens) - self._start
+        known = [*self._answer[at : at + request.limit], *[0] * request.limit][: request.limit]
         return [token if self._random.random() < self._quality else (token + 1) % 60 for token in known]
 
     def forget(self, sequence_id: int) -> None:
@@ -182,7 +180,7 @@ async def test_a_draft_model_reads_again_after_a_rewind() -> None:
             done = await stream.done()
         assert done.num_accepted == done.num_proposed > 4
         await worker.close(sequence)
-        assert draft._pool.num_free == 1
+        assert draft.num_free_slabs == 1
     finally:
         worker.stop()
 
@@ -202,9 +200,9 @@ async def test_whoever_asks_for_no_speculation_gets_none() -> None:
 def test_a_long_history_is_indexed_some_at_a_time() -> None:
     tokens = [int(token) for token in np.random.default_rng(2).integers(0, 50_000, 10_000)]
     sequence = Sequence(1, SlabPool(1, SHAPE).acquire(4), [*tokens, *tokens[9_000:9_010]])
-    ask = Ask(sequence, SamplingParams(seed=1), 5)
+    request = DraftRequest(sequence, SamplingParams(seed=1), 5)
     proposer = NGram()
-    found = [proposer.propose([ask])[0].tokens for _ in range(3)]
+    found = [proposer.propose([request])[0].tokens for _ in range(3)]
     assert found == [[], [], tokens[9_010:9_015]]
 
 

@@ -285,7 +285,7 @@ async def test_what_does_not_belong_here_is_refused_and_leaves_nothing(tmp_path:
             async with refused(*INVALID, reason=reason):
                 await imported(there, sent)
             assert not (await there.stub.ListSessions(pb.ListSessionsRequest())).sessions
-            assert not there.worker._sequences._sequences
+            assert there.worker.num_free_slabs == there.worker.engine.num_slabs
 
 
 async def test_other_weights_or_windows_keep_the_tokens_and_compute_them_again(

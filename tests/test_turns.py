@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from holdfast.chats.retry import Broadcast
 
+from holdfast.chats.retry import Broadcast
 from holdfast.testing.fake_upstream import Fault
 from tests.effort import examples
 from tests.relaying import Relay

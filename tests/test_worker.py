@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Row
-from holdfast.engine.slab import SlabShape
+from holdfast.engine.scheduler import Scheduler
+from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.snapshot import decode, encode
 from holdfast.engine.stream import Stream
 from holdfast.engine.worker import Worker
@@ -33,13 +34,17 @@ POISON, NAN = 60, 61
 
 
 class WatchedEngine(FakeEngine):
-    """Keeps the rows of every forward, raises on POISON, gives NaN on NAN, can be held before a forward."""
+    """Keeps the rows of every forward, raises on POISON, gives NaN on NAN, can be held before a forward.
+
+    `tamper` is called with every slab after a forward, for tests that corrupt the bookkeeping.
+    """
 
     def __init__(self, *, num_slabs: int = 4, shape: SlabShape = SHAPE, fingerprint: str = "fake") -> None:
         super().__init__(num_slabs=num_slabs, shape=shape, fingerprint=fingerprint)
         self.gate = threading.Event()
         self.gate.set()
         self.forwards: list[list[tuple[int, int, int]]] = []  # (slot, start, number of tokens)
+        self.tamper: Callable[[Slab], None] = lambda slab: None
 
     def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         self.gate.wait()
@@ -52,6 +57,7 @@ class WatchedEngine(FakeEngine):
                 raise FloatingPointError("poison")
             if NAN in row.tokens and row.num_logits:
                 logits[end - 1] = np.nan
+            self.tamper(row.slab)
         return logits
 
 
@@ -291,13 +297,21 @@ async def test_a_broken_invariant_fails_loudly_and_is_counted(worker: Worker) ->
     sequence, other = await worker.open(), await worker.open()
     await worker.append(sequence, [1, 2, 3])
     await worker.append(other, [1, 2, 3])
-    worker._sequences.get(sequence).tokens.append(9)  # someone writes to the history behind our back
+    engine = engine_of(worker)
+
+    def advance(slab: Slab) -> None:
+        slab.length += 1  # a token that the history does not have
+
+    def forget(slab: Slab) -> None:
+        slab.high = 0  # as if the slab had gone back
+
+    engine.tamper = advance
     with pytest.raises(InvariantViolated, match="INV-1"):
         await generate(worker, sequence)
     assert worker.info(sequence).inv1_violations == 1
     with pytest.raises(SessionFailed):
         await generate(worker, sequence)
-    worker._sequences.get(other)._floor = 99
+    engine.tamper = forget
     with pytest.raises(InvariantViolated, match="INV-2"):
         await generate(worker, other)
     assert worker.info(other).inv2_violations == 1
@@ -521,6 +535,7 @@ async def test_a_lost_device_ends_the_worker_and_leaves_nobody_waiting(
             await worker.fork(sequence)
     with pytest.raises(Draining):
         await worker.open()
+    await asyncio.to_thread(worker.stop)  # the thread must have ended before its excepthook is restored
     assert isinstance(worker.failure, OSError)
 
 
@@ -538,14 +553,15 @@ async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(worker: Worker, m
     sequence = await worker.open()
     await worker.append(sequence, [1])
 
-    def plan() -> None:
+    def plan(scheduler: Scheduler) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr(worker._sequences.scheduler, "plan", plan)
+    monkeypatch.setattr(Scheduler, "plan", plan)
     with pytest.raises(Draining):
         await generate(worker, sequence)
     with pytest.raises(Draining):
         await worker.open()
+    await asyncio.to_thread(worker.stop)  # the thread must have ended before its excepthook is restored
     assert isinstance(worker.failure, ZeroDivisionError)
 
 

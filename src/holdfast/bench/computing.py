@@ -12,7 +12,7 @@ import numpy as np
 
 from holdfast.bench.processes import obey
 from holdfast.config import DEFAULT_MODEL, EngineConfig
-from holdfast.engine.embedded import build_engine
+from holdfast.engine.factory import build_engine
 from holdfast.engine.run import Run
 from holdfast.engine.sequences import Sequences
 from holdfast.generation import SamplingParams

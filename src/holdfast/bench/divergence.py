@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from holdfast.bench.quality import long_text
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import EngineConfig
-from holdfast.engine.embedded import build_engine
+from holdfast.engine.factory import build_engine
 from holdfast.engine.slab import SlabPool
 from holdfast.models import open_model
 from holdfast.testing.engine_driver import run_chunks

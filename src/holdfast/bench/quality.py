@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +20,12 @@ from holdfast.bench.runner import Scenario
 from holdfast.bench.understanding import facts, perplexities, recalls
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
-from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabPool
+from holdfast.engine.weights import as_float32, open_weights
 from holdfast.engine.window import Window
 from holdfast.errors import ConfigError
-from holdfast.models import GGUFSource, ModelSource, open_model
+from holdfast.models import ModelSource, open_model
 from holdfast.testing.engine_driver import difference, run_chunks
 from holdfast.testing.oracle import dense_logits, weight_names
 
@@ -163,11 +162,8 @@ def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: Sett
 
 def _weights(source: ModelSource) -> Mapping[str, NDArray[np.float32]]:
     names = weight_names(source.architecture)
-    if isinstance(source, GGUFSource):
-        return {name: source.file.tensor(name) for name in names}
-    checkpoint = Checkpoint(source, "pt")  # numpy has no bfloat16
-    tensors: dict[str, Any] = {name: checkpoint.find(name)[1].get_tensor(name) for name in names}
-    return {name: tensor.float().numpy() for name, tensor in tensors.items()}
+    weights = open_weights(source)
+    return {name: as_float32(weights.tensor(name)) for name in names}
 
 
 def judge(report: Report) -> list[Gate]:

@@ -12,7 +12,7 @@ from holdfast.bench.runner import Scenario
 from holdfast.bench.transcripts import PROSE, REPETITIVE
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
-from holdfast.engine.embedded import build_worker
+from holdfast.engine.factory import build_worker
 from holdfast.engine.worker import Worker
 from holdfast.generation import Done, Sampled, SamplingParams
 from holdfast.models import open_model

@@ -23,7 +23,7 @@ from holdfast.bench import (
 from holdfast.bench.compare import Verdict, cautions, compare
 from holdfast.bench.report import Figure, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, run
-from holdfast.engine.embedded import build_engine
+from holdfast.engine.factory import build_engine
 from holdfast.errors import ConfigError
 
 SCENARIOS = (

@@ -18,7 +18,7 @@ from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Detokenizer
 from holdfast.cli.client import add_server_flags, async_client, server_errors
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
-from holdfast.engine.embedded import build_worker
+from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.generation import Done, Sampled, SamplingParams, Truncated
 from holdfast.models import ModelSource, open_model

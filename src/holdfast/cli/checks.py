@@ -13,13 +13,13 @@ from holdfast.chat.template_probe import Abilities
 from holdfast.cli.machine import DataDirectory, Library, Memory
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig, check_upstream
-from holdfast.engine import embedded
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.description import engine_info
+from holdfast.engine import factory
+from holdfast.engine.interface import engine_info
 from holdfast.engine.slab import SlabShape
+from holdfast.engine.weights import open_weights
 from holdfast.engine.window import Window
 from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, ModelError
-from holdfast.models import Architecture, HFSource, ModelSource, open_model
+from holdfast.models import Architecture, ModelSource, open_model, require_plain_weights
 from holdfast.serving.keys import Keys, check_bind, check_free, read_keys, split_address
 
 Level = Literal["ok", "warning", "problem"]
@@ -49,7 +49,7 @@ class ModelFacts:
     is_quantised: bool  # in the files and, on MLX, in memory
 
     def sizes(self, dtype: str, device: Device, memory_bytes: int | None) -> Sizes:
-        arch, is_native = self.architecture, device == "cpu" and embedded.is_native(self.architecture, dtype)
+        arch, is_native = self.architecture, device == "cpu" and factory.is_native(self.architecture, dtype)
         weights = self.file_bytes if self.is_quantised else weight_bytes(arch, dtype, device, is_native=is_native)
         return Sizes(weight_bytes=weights, token_bytes=token_bytes(arch, dtype), memory_bytes=memory_bytes)
 
@@ -210,8 +210,8 @@ def check_model(name: str, chat: ChatConfig | None, device: Device) -> tuple[Mod
     try:
         source = open_model(name)
         facts = _facts(source, has_weights=bool(device))
-        if facts.is_quantised and device in ("cpu", "cuda"):
-            raise ModelError(f"{source.path} is quantised for MLX; use --device mlx, or the original model")
+        if device in ("cpu", "cuda"):
+            require_plain_weights(source)
     except ModelError as exc:
         return None, [Finding("model", "problem", str(exc))]
     arch = facts.architecture
@@ -228,7 +228,7 @@ def check_engine(model: ModelFacts, config: EngineConfig, dtype: str) -> tuple[S
         if config.sink > config.max_pin:
             raise ConfigError(f"sink {config.sink} is more than max_pin {config.max_pin}; raise --max-pin")
         window = Window(sink=config.sink, recent=config.recent)
-        shape = embedded.slab_shape(config)
+        shape = factory.slab_shape(config)
         engine_info(model.name, model.architecture, digest="", dtype=dtype, shape=shape)
     except InvalidArgument as exc:
         return None, Finding("window", "problem", str(exc))
@@ -253,9 +253,8 @@ def _facts(source: ModelSource, *, has_weights: bool) -> ModelFacts:
     architecture, is_quantised, file_bytes = source.architecture, False, 0
     if has_weights:
         file_bytes = sum(file.stat().st_size for file in source.weight_files)
-        if isinstance(source, HFSource):
-            is_quantised = bool((source.read_json("config.json") or {}).get("quantization"))
-            Checkpoint(source, "numpy")  # opening it checks that every file is complete
+        is_quantised = source.is_mlx_quantised
+        open_weights(source, for_mlx=True)  # checks that every file is complete
     return ModelFacts(
         name=source.name,
         path=str(source.path),

@@ -24,7 +24,7 @@ from holdfast.config import (
     add_flags,
     from_arguments,
 )
-from holdfast.engine.embedded import is_native, resolved_dtype
+from holdfast.engine.factory import is_native, resolved_dtype
 from holdfast.engine.native.library import usable_variants
 
 _FLAGS: dict[type[Any], tuple[str, ...]] = {  # those that decide whether a server starts

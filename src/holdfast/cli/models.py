@@ -10,8 +10,7 @@ from rich.table import Table
 
 from holdfast.config import DEFAULT_MODEL
 from holdfast.engine.slab import SlabShape
-from holdfast.models import BUNDLED, Architecture, open_model
-from holdfast.models.bundled import pull
+from holdfast.models import BUNDLED, Architecture, open_model, pull
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; with int8 weights the cache is bfloat16
 WINDOWS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)

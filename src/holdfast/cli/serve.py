@@ -27,7 +27,7 @@ from holdfast.config import (
     check_upstream,
     from_arguments,
 )
-from holdfast.engine.embedded import build_worker
+from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, ModelError
 from holdfast.models import ModelSource, open_model
 from holdfast.observability.metrics import Metrics

@@ -1,1 +1,1 @@
-"""A model and its slabs: token ids in, token ids and logprobs out. Never sees text."""
+"""The engine: token ids in, sampled token ids and logprobs out. It never sees text."""

@@ -1,9 +1,11 @@
-"""What every engine implementation provides. All of it is required; none of it is thread-safe.
+"""What every engine provides. None of it is thread-safe: all calls come from the one thread that owns the device.
 
-An engine holds tensors and nothing else: which positions a slab holds is `Slab`'s to know, whose turn
-it is the scheduler's. All calls come from the one thread that owns the device.
+An engine holds tensors and nothing else. `Slab` knows which positions a slab holds, the scheduler decides who is next.
 """
 
+import hashlib
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -11,17 +13,21 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.sampling import Pick
+from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
-from holdfast.errors import NonFiniteLogits
+from holdfast.errors import InvalidArgument, NonFiniteLogits
 from holdfast.generation import Sampled
+from holdfast.models import Architecture
 
 Logits = Any  # an implementation's own array of shape [sum of num_logits, vocabulary]
+
+_CACHE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16"}  # by the dtype of the weights
+_ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What a model is to those who only handle token ids."""
+    """What a model is to code that only handles token ids."""
 
     name: str
     vocab_size: int
@@ -31,17 +37,54 @@ class EngineInfo:
     head_dim: int
     kv_dtype: str  # "float32" or "bfloat16"
     kv_itemsize: int
-    fingerprint: str  # weights, dtype and rotary settings; caches of one fit no other
-    row_invariant: bool = False  # whether a row's bits are free of its neighbours
-    row_cost: float = 0.25  # what one more row adds to a forward of one, in such forwards
+    fingerprint: str  # of weights, dtype and rotary settings; snapshots fit only engines with the same one
+    row_invariant: bool = False  # whether a row's bits do not depend on the other rows of a batch
+    row_cost: float = 0.25  # the time that one more row adds to a forward, relative to a forward of one row
 
     @property
     def kv_bytes_per_position(self) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_itemsize
 
 
+def engine_info(
+    name: str,
+    arch: Architecture,
+    *,
+    digest: str,
+    dtype: str,
+    shape: SlabShape,
+    row_invariant: bool = False,
+    row_cost: float = 0.25,
+) -> EngineInfo:
+    """The description of an engine: the same for the same weights on every device. `digest` is of the model's files.
+
+    Raises InvalidArgument for a dtype that is not supported or a window larger than the model's context.
+    """
+    if dtype not in _CACHE_DTYPES:
+        raise InvalidArgument(f"dtype {dtype!r} is not supported; choose one of {', '.join(_CACHE_DTYPES)}")
+    if shape.max_pin + shape.recent > arch.context:
+        raise InvalidArgument(
+            f"max_pin {shape.max_pin} and recent {shape.recent} add up to more than the model's "
+            f"context of {arch.context}; lower recent to {arch.context - shape.max_pin} or less"
+        )
+    facts = [digest, dtype, arch.family, arch.norm_epsilon, arch.inverse_frequencies]
+    return EngineInfo(
+        name=name,
+        vocab_size=arch.vocab_size,
+        context=arch.context,
+        num_layers=arch.num_layers,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        kv_dtype=_CACHE_DTYPES[dtype],
+        kv_itemsize=_ITEMSIZES[_CACHE_DTYPES[dtype]],
+        fingerprint=hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(),
+        row_invariant=row_invariant,
+        row_cost=row_cost,
+    )
+
+
 class Row(NamedTuple):
-    """Tokens to write at `slab.length` and on, and how many of the last ones need logits."""
+    """Tokens to write from position `slab.length` on, and for how many of the last ones logits are wanted."""
 
     slab: Slab
     tokens: Sequence[int]
@@ -55,59 +98,66 @@ class KeysValues(NamedTuple):
     values: NDArray[np.generic]
 
 
-class Engine(Protocol):
-    @property
-    def info(self) -> EngineInfo: ...
+class Engine(ABC):
+    """A model and its slabs on one device."""
+
+    def __init__(self, info: EngineInfo, *, shape: SlabShape, num_slabs: int) -> None:
+        self.info = info
+        self.shape = shape
+        self.num_slabs = num_slabs
 
     @property
-    def shape(self) -> SlabShape: ...
-
-    @property
-    def num_slabs(self) -> int: ...
-
-    @property
+    @abstractmethod
     def kv_reserved_bytes(self) -> int:
-        """What all slabs together really occupy, read from the tensors."""
+        """The memory of all slabs together, read from the tensors."""
 
+    @abstractmethod
     def forward(self, rows: Sequence[Row]) -> Logits:
         """Write every row's keys and values, then attend under its window. Mutates cells, not `Slab`s.
 
         Running a row again writes the same cells with the same values.
         """
 
+    @abstractmethod
     def read_logits(self, logits: Logits) -> NDArray[np.float32]:
         """The logits on the host: [rows, vocabulary]."""
 
     def sample(self, logits: Logits, picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
         """One outcome per pick."""
+        return sample_rows(self.read_logits(logits), picks)
 
+    @abstractmethod
     def copy_slab(self, source: Slab, target: Slab) -> None:
         """Copy all cells. Mutates the target's."""
 
+    @abstractmethod
     def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
         """Copy out the cells of `positions`, in order."""
 
+    @abstractmethod
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
         """Copy into the cells of `positions`, in order. Mutates them."""
 
-    def is_fatal(self, error: Exception) -> bool:
-        """Whether the device is lost: nothing more can be computed on it in this process."""
-
+    @abstractmethod
     def clear_slab(self, slab: Slab) -> None:
-        """Zero all cells: what a failed computation left must not poison the next owner."""
+        """Zero all cells, so that a failed computation leaves no NaN for the slab's next owner."""
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether the device is lost and nothing more can be computed on it in this process."""
+        return False
 
 
 @runtime_checkable
 class BurstingEngine(Protocol):
-    """An engine that can also go on alone for some tokens: sample on the device and feed back what it sampled."""
+    """An engine that can also decode several tokens by itself: it samples on the device and feeds the token back."""
 
     def max_burst(self) -> int:
-        """How many tokens it may go ahead in one call."""
+        """The most tokens it decodes in one call."""
 
     def can_burst(self, pick: Pick) -> bool:
-        """Whether it can draw such a token by itself."""
+        """Whether it can sample such a token on the device."""
 
     def burst(
         self, rows: Sequence[Row], picks: Sequence[Pick], num_steps: int
     ) -> list[list[Sampled | NonFiniteLogits]]:
-        """`num_steps` outcomes for every row of one token, as many single forwards and samples would give."""
+        """`num_steps` outcomes for every row of one token: those that single forwards and samples would give."""

@@ -1,4 +1,4 @@
-"""One operation in progress on a sequence: computing what was appended, or generating."""
+"""One operation in progress on a sequence: computing appended tokens, or generating."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Failed:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """`params` None: only compute, up to the last token, which stays pending."""
+    """Generates with `params`. None: only computes, up to the last token, which stays pending."""
 
     sequence: Sequence
     emit: Callable[[Event | Failed], None]
@@ -25,11 +25,11 @@ class Run:
     prefill_tokens: int = 0
     prefill_duration_s: float = 0.0
     is_cancelled: bool = False
-    state: ConstraintState | None = None  # of the constraint in `params`, from its first use on
-    num_shown: int = 0  # how many of `sampled` the state has seen
+    state: ConstraintState | None = None  # of the constraint in `params`; created on first use
+    num_shown: int = 0  # how many of `sampled` the state has accepted
     strength: int = 0  # of the last draft
     num_proposed: int = 0  # drafted tokens
-    num_accepted: int = 0  # those that were sampled
+    num_accepted: int = 0  # drafted tokens that were sampled
     is_ended: bool = False
     started_at: float = field(default_factory=time.perf_counter)
 
@@ -43,9 +43,9 @@ class Run:
         return bool(self.sampled) or (self.params is not None and self.num_to_compute == 1)
 
     def allowed(self) -> Mask | None:
-        """Which tokens may be sampled next; None: all. Raises ConstraintFailed where there is none.
+        """Which tokens may be sampled next; None: all. Raises ConstraintFailed where no token may.
 
-        Brings the constraint's state up to what was sampled, so asking again changes nothing.
+        Advances the constraint's state to the sampled tokens first, so calling it again changes nothing.
         """
         if self.params is None or self.params.constraint is None:
             return None
@@ -57,19 +57,19 @@ class Run:
         allowed = self.state.allowed()
         allowed[list(self.params.eos_token_ids)] = self.state.may_end
         if not allowed.any():
-            raise ConstraintFailed(f"no token may follow the {len(self.sampled)} sampled under this constraint")
+            raise ConstraintFailed(f"no token may follow the {len(self.sampled)} sampled tokens under this constraint")
         return allowed
 
     def report_dropped(self) -> None:
-        """Tell what has left the window since the caller was last told."""
+        """Tell the caller which positions have left the window since the last report."""
         if dropped := self.sequence.newly_dropped():
             self.sequence.mark_reported()
             self.emit(Truncated(dropped.start, dropped.stop))
 
     def take(self, outcome: Sampled) -> StopReason | None:
-        """Commit a sampled token to the history; says whether the run ends with it.
+        """Append a sampled token to the history; returns the stop reason if the run ends with it.
 
-        What left the window is told before the first token, and again where leaving begins in mid-call.
+        Dropped positions are reported before the first token, and once more if dropping begins during this run.
         """
         assert self.params is not None
         if not self.sampled:

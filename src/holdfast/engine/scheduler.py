@@ -1,4 +1,4 @@
-"""Whose tokens go into the next step. Pure Python: no tensors, no threads, no clock."""
+"""Which tokens go into the next step. Pure Python: no tensors, no threads, no clock."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from holdfast.engine.run import Run
 
 
 class Work(NamedTuple):
-    """`num_tokens` of a run's uncomputed tokens go into one forward; then a draft of those that may follow them."""
+    """`num_tokens` of a run's uncomputed tokens for one forward, followed by a draft of the next ones."""
 
     run: Run
     num_tokens: int
@@ -18,14 +18,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the decoding rows, then one prefill chunk that may hold pieces of several prompts."""
+    """One step: the decoding rows, then one prefill chunk with parts of one or more prompts."""
 
     decode: list[Work]
     prefill: list[Work]
 
 
 class Scheduler:
-    """Every decoding run moves one token a step; prompts share a chunk, taking turns at its front."""
+    """Every decoding run gets one token per step. Prompts share one chunk per step and take turns to be first in it."""
 
     def __init__(self, *, prefill_chunk: int, max_batch: int) -> None:
         self._prefill_chunk = prefill_chunk
@@ -58,7 +58,7 @@ class Scheduler:
         return Plan([Work(run, 1) for run in decoding], prefilling)
 
     def _rotate(self, served: list[Run]) -> None:
-        """Those who were served go to the back, so that nobody waits for ever."""
+        """Move the runs that were served to the back, so that no run waits forever."""
         if len(served) == len(self._runs):
             return
         for run in served:

@@ -1,7 +1,7 @@
-"""One session's computation: its tokens, its slab, and the rule that the two always agree.
+"""The computation of one session: its tokens, its slab, and the rule that the two always agree.
 
-The last token of a history is never computed ahead: it is `pending` until something is sampled after
-it. So a turn forwards exactly the pending token and the appended ones, and logits are never stored.
+The last token of a history is not computed until something is sampled after it; until then it is `pending`. So a turn
+forwards exactly the pending token and the appended ones, and logits are never stored.
 """
 
 from array import array
@@ -14,7 +14,7 @@ from holdfast.errors import InvalidArgument, InvariantViolated, RecomputeTooLong
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInfo:
-    """What can be said of a sequence at one moment."""
+    """The state of a sequence at one moment."""
 
     history_length: int
     computed_length: int
@@ -36,7 +36,7 @@ class Sequence:
         self.slab = slab
         self.tokens = array("i", tokens)
         self.failure: SessionFailed | None = None
-        self.reported_dropped = slab.window.sink  # positions below it are known to the caller as dropped
+        self.reported_dropped = slab.window.sink  # the caller has been told that positions below it are dropped
         self.num_rewinds = 0
         self.inv1_violations = 0
         self.inv2_violations = 0
@@ -61,12 +61,12 @@ class Sequence:
         self._declared_tail += len(tokens)
 
     def computed(self, num_tokens: int) -> None:
-        """The slab now holds `num_tokens` more; call after the slab advanced."""
+        """Record that the slab holds `num_tokens` more. Call it after the slab has advanced."""
         self._declared_tail -= num_tokens
         self.check()
 
     def rewind(self, length: int, *, max_recompute: int) -> int:
-        """Forget the tokens from `length` on; returns how many must be computed again (0: free)."""
+        """Forget the tokens from `length` on; returns how many must be computed again."""
         if not 0 <= length <= len(self.tokens):
             raise InvalidArgument(f"cannot rewind a history of {len(self.tokens)} tokens to {length}")
         slab = self.slab
@@ -87,7 +87,7 @@ class Sequence:
         return 0 if is_free else length
 
     def check(self) -> None:
-        """INV-1: history minus slab is the declared tail. INV-2: the slab never goes back by itself."""
+        """INV-1: history minus slab is the declared tail. INV-2: the slab only goes back in a rewind."""
         if self.num_uncomputed != self._declared_tail or self._declared_tail < 0:
             self.inv1_violations += 1
             self._fail("INV-1", f"history {len(self.tokens)}, slab {self.slab.length}, tail {self._declared_tail}")
@@ -101,7 +101,7 @@ class Sequence:
         raise self.failure
 
     def newly_dropped(self) -> range:
-        """Positions that left the window since the caller was last told; telling is `mark_reported`."""
+        """Positions that left the window since the last `mark_reported`."""
         return range(self.reported_dropped, self.slab.window.dropped(len(self.tokens)).stop)
 
     def mark_reported(self) -> None:

@@ -1,4 +1,4 @@
-"""All sequences of one engine and what runs on them. No threads, no loops: one owner calls, step by step."""
+"""All sequences of one engine and the runs on them. No threads and no loops: the owner calls `step` repeatedly."""
 
 import contextlib
 from array import array
@@ -11,14 +11,14 @@ from holdfast.engine.scheduler import Plan, Scheduler
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.slab import Slab, SlabPool
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.speculative import Speculator
+from holdfast.engine.speculation import Speculator
 from holdfast.engine.step import Outcome, step
 from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Done, Sampled
 
 
 class Sequences:
-    """Sequences by id. Each has a slab for as long as it is here, and at most one run."""
+    """Sequences by id. Each has a slab until it is closed, and at most one run at a time."""
 
     def __init__(
         self, engine: Engine, *, max_batch: int, max_recompute_tokens: int, speculator: Speculator | None = None
@@ -27,7 +27,7 @@ class Sequences:
         self._speculator = speculator
         self.pool = SlabPool(engine.num_slabs, engine.shape)
         self.scheduler = Scheduler(prefill_chunk=engine.shape.prefill_chunk, max_batch=max_batch)
-        self.infos: dict[int, SequenceInfo] = {}  # replaced as a whole, so that any thread may read
+        self.infos: dict[int, SequenceInfo] = {}  # entries are replaced, never changed, so that any thread may read
         self._max_recompute_tokens = max_recompute_tokens
         self._sequences: dict[int, Sequence] = {}
         self._running: dict[int, Run] = {}
@@ -39,7 +39,7 @@ class Sequences:
             raise SessionNotFound(sequence_id) from None
 
     def idle(self, sequence_id: int) -> Sequence:
-        """The sequence, if something may be started on it."""
+        """The sequence, if a run may be started on it. Raises SessionFailed or SessionBusy otherwise."""
         sequence = self.get(sequence_id)
         if sequence.failure:
             raise SessionFailed(f"sequence {sequence_id} has failed: {sequence.failure}") from sequence.failure
@@ -47,7 +47,7 @@ class Sequences:
             raise SessionBusy(f"sequence {sequence_id} is busy")
         return sequence
 
-    # Sequences come and go
+    # Opening and closing
 
     def open(self, sequence_id: int, sink: int) -> None:
         self._add(Sequence(sequence_id, self.pool.acquire(sink)))
@@ -55,7 +55,7 @@ class Sequences:
     def pin(self, sequence_id: int, sink: int) -> None:
         sequence = self.idle(sequence_id)
         if sequence.tokens:
-            raise InvalidArgument(f"cannot pin {sink} tokens: the history has begun")
+            raise InvalidArgument(f"cannot pin {sink} tokens: the history is not empty")
         self.pool.check(sink)
         self.pool.release(sequence.slab)
         sequence.slab = self.pool.acquire(sink)
@@ -88,7 +88,7 @@ class Sequences:
             raise
 
     def rewind(self, sequence_id: int, length: int, *, is_limited: bool = True) -> int:
-        """How many tokens must be computed again; doing so is up to a run."""
+        """Forget the tokens from `length` on; returns how many a run must compute again."""
         sequence = self.idle(sequence_id)
         limit = self._max_recompute_tokens if is_limited else len(sequence.tokens)
         recomputed = sequence.rewind(length, max_recompute=limit)
@@ -96,7 +96,7 @@ class Sequences:
         return recomputed
 
     def close(self, sequence_id: int) -> int:
-        """End what runs, free the slab; returns the final history length."""
+        """Cancel the run, if there is one, and free the slab; returns the final history length."""
         sequence = self.get(sequence_id)
         if run := self._running.get(sequence_id):
             self._end(run, run.cancelled())
@@ -109,12 +109,12 @@ class Sequences:
         return len(sequence.tokens)
 
     def discard(self, sequence_id: int) -> None:
-        """Close it if it is there."""
+        """Close the sequence if it is open."""
         if sequence_id in self._sequences:
             self.close(sequence_id)
 
     def close_all(self, error: HoldfastError) -> None:
-        """What runs fails with `error`."""
+        """Close every sequence; runs in progress fail with `error`."""
         for run in self.scheduler.runs:
             self._end(run, Failed(error))
         for sequence_id in list(self._sequences):
@@ -128,7 +128,7 @@ class Sequences:
         self._publish(run.sequence)
 
     def end_finished(self) -> None:
-        """Runs that were cancelled, and appends whose one token stays pending, need no step."""
+        """End the runs that need no step: cancelled ones, and appends that have nothing to compute."""
         for run in self.scheduler.runs:
             if run.is_cancelled or run.num_to_compute <= 0:
                 self._end(run, run.cancelled())

@@ -1,7 +1,7 @@
-"""Where a position lives in a slab, and how far back a slab can go. Pure integers: no tensors.
+"""Which cell of a slab holds a position, and how far a slab can be rewound. Pure integers: no tensors.
 
-A slab has `capacity` cells. The first `sink` positions have a cell each, for ever; later ones
-share the remaining `ring` cells in turn. Nothing else describes the layout.
+A slab has `capacity` cells. The first `sink` positions keep a cell each; later positions share the remaining `ring`
+cells in turn. Nothing else describes the layout.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from holdfast.errors import CapacityExhausted, InvalidArgument, RecomputeTooLong
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabShape:
-    """The cells that every slab of a pool has."""
+    """The sizes that all slabs of a pool have in common."""
 
     recent: int = 2048
     max_pin: int = 512
@@ -45,7 +45,7 @@ class Slab:
     window: Window
     capacity: int
     length: int = 0
-    high: int = 0  # one past the highest position written since the ring was last of no use
+    high: int = 0  # one past the highest position written since the ring was last discarded
 
     @property
     def ring(self) -> int:
@@ -53,7 +53,7 @@ class Slab:
 
     @property
     def max_write(self) -> int:
-        """How many tokens one forward may write without destroying what its first query sees."""
+        """How many tokens one forward may write without overwriting what its first query sees."""
         return self.ring - self.window.recent + 1
 
     def cell(self, position: int) -> int:
@@ -81,41 +81,41 @@ class Slab:
 
     @property
     def lowest_intact(self) -> int:
-        """The first ring position whose cell still holds it (sink positions always do)."""
+        """The first ring position that is still in its cell; sink positions always are."""
         return max(self.window.sink, self.high - self.ring)
 
     def can_rewind(self, length: int) -> bool:
-        """Whether everything the query at `length` sees, itself aside, is still in its cell."""
+        """Whether everything that the query at `length` sees, except itself, is still in its cell."""
         sink, recent = self.window.sink, self.window.recent
         return length <= sink or self.lowest_intact <= max(sink, length - recent + 1)
 
     def lowest_rewind(self) -> int:
-        """The lowest length at or above the sink that a free rewind reaches."""
+        """The lowest length, at or above the sink, that a rewind reaches without recomputing."""
         sink, recent = self.window.sink, self.window.recent
         return sink if self.lowest_intact == sink else self.lowest_intact + recent - 1
 
     def rewind(self, length: int) -> None:
-        """Forget the positions from `length` on. Free: touches no memory."""
+        """Forget the positions from `length` on. Touches no tensors."""
         if not 0 <= length <= self.length:
             raise InvalidArgument(f"cannot rewind a slab of length {self.length} to {length}")
         if not self.can_rewind(length):
             raise RecomputeTooLong(target=length, lowest=self.lowest_rewind())
         self.length = length
         if length <= self.window.sink:
-            self.high = length  # no ring cell is of use any more; each is written again before it is seen
+            self.high = length  # the ring is discarded; each cell is written again before it is read
 
     def reset(self) -> None:
-        """Start over from position 0; every cell will be written before it is seen again."""
+        """Start over from position 0. Every cell is written again before it is read."""
         self.length = 0
         self.high = 0
 
     def intact(self) -> tuple[range, range]:
-        """The sink positions and the ring positions below `length` whose keys are still there."""
+        """The sink positions and the ring positions below `length` that are still in their cells."""
         sink = self.window.sink
         return range(min(sink, self.length)), range(min(self.lowest_intact, self.length), self.length)
 
     def adopt(self, *, length: int, lowest: int) -> None:
-        """Take over cells that were filled from elsewhere: sinks, and `lowest` up to `length`."""
+        """Declare cells that were filled from a snapshot: the sinks, and `lowest` up to `length`."""
         sink = self.window.sink
         if length > sink and length - lowest > self.ring:
             raise InvalidArgument(f"{length - lowest} positions do not fit {self.ring} cells")
@@ -125,7 +125,7 @@ class Slab:
 
 @dataclass(slots=True)
 class SlabPool:
-    """The slabs of one engine: `acquire` and `release`, nothing allocated after start-up."""
+    """The slabs of one engine. `acquire` and `release` allocate no memory."""
 
     num_slabs: int
     shape: SlabShape

@@ -1,7 +1,7 @@
-"""A slab on its way to disk or to another engine: keys, values, and what they belong to.
+"""A slab as a file, for the disk or another engine: keys, values, and what they belong to.
 
-The format is safetensors with two tensors and a JSON header. It holds what is visible and what a
-rewind could still reach; the tokens themselves are the session's to keep, only their digest is here.
+The format is safetensors with two tensors and a JSON header. It contains what is visible and what a rewind can still
+reach. The session keeps the tokens; the snapshot only has their digest.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class SnapshotHeader:
     length: int
     high: int
     lowest: int  # the first ring position that is in the file
-    tail: tuple[int, ...]  # tokens of the history that were not computed yet
+    tail: tuple[int, ...]  # tokens of the history that are not computed yet
     history_digest: str  # of the tokens below `length`
     reported_dropped: int
 
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 def take(engine: Engine, sequence: Sequence) -> Snapshot:
-    """Copy out what is intact. The sequence is unchanged."""
+    """A copy of all keys and values that are still in the slab. The sequence is unchanged."""
     slab, window = sequence.slab, sequence.slab.window
     sinks, ring = slab.intact()
     kv = engine.read_slab(slab, [sinks, ring])
@@ -65,7 +65,7 @@ def take(engine: Engine, sequence: Sequence) -> Snapshot:
 
 
 def check(engine: Engine, snapshot: Snapshot, tokens: "array[int]") -> None:
-    """Refuse, by name, a snapshot that does not belong to this engine and this history."""
+    """Raise SnapshotMismatch, which names the difference, unless it fits this engine and this history."""
     header, info, shape = snapshot.header, engine.info, engine.shape
     for name, theirs, ours in (
         ("model", header.fingerprint, info.fingerprint),
@@ -75,7 +75,7 @@ def check(engine: Engine, snapshot: Snapshot, tokens: "array[int]") -> None:
         if theirs != ours:
             raise SnapshotMismatch(f"the snapshot's {name} is {theirs}, this engine's is {ours}")
     if (problem := _flaw(snapshot, info)) is not None:
-        raise SnapshotMismatch(f"the snapshot contradicts itself: {problem}")
+        raise SnapshotMismatch(f"invalid snapshot: {problem}")
     if header.sink > shape.max_pin or header.length - header.lowest > shape.capacity - header.sink:
         raise SnapshotMismatch(f"the snapshot was taken from a larger slab ({header.capacity} > {shape.capacity})")
     if header.length > len(tokens) or (
@@ -86,18 +86,18 @@ def check(engine: Engine, snapshot: Snapshot, tokens: "array[int]") -> None:
 
 
 def _flaw(snapshot: Snapshot, info: EngineInfo) -> str | None:
-    """Snapshots come from other servers too: what no engine writes must not get near a slab."""
+    """What is inconsistent in the snapshot. It may come from another server, so nothing in it is trusted."""
     header = snapshot.header
     numbers = (header.sink, header.recent, header.capacity, header.length, header.high, header.reported_dropped)
     if not all(isinstance(number, int) and number >= 0 for number in (*numbers, header.lowest)):
-        return "its header holds what is no count"
+        return "its header has a value that is not a non-negative integer"
     if not min(header.sink, header.length) <= header.lowest <= header.length:
-        return f"it begins at {header.lowest} and ends at {header.length}"
+        return f"it begins at position {header.lowest} and ends at {header.length}"
     num_positions = min(header.sink, header.length) + header.length - header.lowest
     expected = (info.num_layers, info.num_kv_heads, num_positions, info.head_dim)
     for name, part in snapshot.kv._asdict().items():
         if part.shape != expected or part.dtype.itemsize != info.kv_itemsize:
-            return f"its {name} are {part.shape} of {part.dtype} instead of {expected}"
+            return f"its {name} have shape {part.shape} and dtype {part.dtype}, expected shape {expected}"
     return None
 
 
@@ -117,7 +117,7 @@ def encode(snapshot: Snapshot) -> bytes:
 
 
 def decode(data: bytes) -> Snapshot:
-    """The snapshot in `data`; SnapshotMismatch where it is none, was cut short or has a wrong bit."""
+    """The snapshot in `data`. Raises SnapshotMismatch where it is not a snapshot, truncated or damaged."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

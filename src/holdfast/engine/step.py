@@ -1,4 +1,4 @@
-"""One step of the engine: forward the planned rows, commit, sample. A bad row fails alone."""
+"""One step of the engine: forward the planned rows, sample, commit. A row that fails does not fail the others."""
 
 import functools
 import time
@@ -16,7 +16,7 @@ Result = Sampled | HoldfastError | None
 
 
 class Outcome(NamedTuple):
-    """What a step did for one run: a token, a failure, or only progress (None)."""
+    """The result of a step for one run: a token, an error, or None for progress without a token."""
 
     run: Run
     result: Result
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 def step(engine: Engine, plan: Plan) -> Iterator[Outcome]:
     """Both forwards of a step, decoding rows first. Mutates slabs and sequences.
 
-    Whoever iterates takes every outcome before asking for the next: a run that ends gets no more of them.
+    The caller must handle each outcome before it asks for the next: a run that has ended gets no more of them.
     """
     if plan.decode:
         num_ahead = _num_ahead(engine, plan)
@@ -35,7 +35,7 @@ def step(engine: Engine, plan: Plan) -> Iterator[Outcome]:
 
 
 def forward(engine: Engine, works: list[Work]) -> Iterator[Outcome]:
-    """One forward over `works`; where it raises, each row alone (a repeated write changes nothing)."""
+    """One forward over `works`; if it raises, each row alone (writing a row again changes nothing)."""
     started = time.perf_counter()
     rows = [_row(work) for work in works]
     for row in rows:
@@ -63,7 +63,7 @@ def _row(work: Work) -> Row:
 
 
 def _firsts(works: list[Work], rows: list[Row]) -> list[tuple[Run, int] | None]:
-    """For each work the run to sample for and the row of logits after its own tokens."""
+    """For each work the run to sample for and its first row of logits; None: nothing is sampled."""
     firsts: list[tuple[Run, int] | None] = []
     num_logits = 0
     for work, row in zip(works, rows, strict=True):
@@ -73,7 +73,7 @@ def _firsts(works: list[Work], rows: list[Row]) -> list[tuple[Run, int] | None]:
 
 
 def _sample(engine: Engine, logits: Logits, asked: Sequence[tuple[Run, int] | None]) -> list[Result]:
-    """One result each. A run whose constraint allows nothing fails without being sampled."""
+    """One result per entry. A run whose constraint allows no token fails without sampling."""
     results: list[Result] = [None] * len(asked)
     picks: dict[int, Pick] = {}
     for index, ask in enumerate(asked):
@@ -101,7 +101,7 @@ def _pick(run: Run, row: int) -> Pick:
 
 
 def _commit(works: Iterable[Work], results: Iterable[Result], duration_s: float) -> Iterator[Outcome]:
-    """Advance slabs and sequences. A run whose constraint failed leaves its last token pending, as it was."""
+    """Advance slabs and sequences. Where the constraint failed, the last token stays pending."""
     for (run, num_tokens, _), sampled in zip(works, results, strict=True):
         result = sampled
         if isinstance(result, ConstraintFailed):
@@ -121,9 +121,9 @@ def _commit(works: Iterable[Work], results: Iterable[Result], duration_s: float)
 
 
 def _verify(engine: Engine, logits: Logits, works: list[Work], rows: list[Row]) -> Iterator[Outcome]:
-    """Go on through the drafts, for as long as what was sampled is what was drafted.
+    """Follow the drafts for as long as the sampled token is the drafted one.
 
-    Each drafted token is then an ordinary step whose forward is already done: sampled, committed and judged as any.
+    Each drafted token is an ordinary step whose forward is already done: it is sampled and committed like any other.
     """
     firsts = _firsts(works, rows)
     going = [(work, first[1]) for work, first in zip(works, firsts, strict=True) if first and work.draft]
@@ -143,7 +143,7 @@ def _verify(engine: Engine, logits: Logits, works: list[Work], rows: list[Row]) 
 
 
 def _num_ahead(engine: Engine, plan: Plan) -> int:
-    """For how many tokens the engine may go ahead alone: nobody waits, and it can sample for everybody here."""
+    """How many tokens the engine may decode in one call: 1 where a prompt waits or it cannot sample a row."""
     if plan.prefill or not _bursts(type(engine)):
         return 1
     alone = cast(BurstingEngine, engine)
@@ -162,7 +162,7 @@ def _bursts(kind: type) -> bool:
 
 
 def _burst(engine: Engine, works: list[Work], num_steps: int) -> Iterator[Outcome]:
-    """Many steps in one call. What comes after a run's end is dropped: its cells lie beyond the slab's length."""
+    """Many steps in one call. Tokens after a run's end are discarded; their cells are beyond the slab's length."""
     rows = [_row(work) for work in works]
     for row in rows:
         row.slab.begin_write(num_steps)
@@ -180,7 +180,7 @@ def _burst(engine: Engine, works: list[Work], num_steps: int) -> Iterator[Outcom
 
 
 def as_holdfast_error(exc: Exception) -> HoldfastError:
-    """What the engine raised, in words that a caller can act on."""
+    """The exception as a HoldfastError; others become SessionFailed with the original as its cause."""
     if isinstance(exc, HoldfastError):
         return exc
     failure = SessionFailed(f"the model failed on this sequence: {type(exc).__name__}: {exc}")

@@ -1,4 +1,4 @@
-"""Events on their way from the engine thread to event loops, one wake-up a loop and step."""
+"""Events from the engine thread to event loops, with one wake-up per loop and step."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ from holdfast.generation import Done, Event
 
 
 class Stream:
-    """The events of one run. Enter it to start; iterate for batches; leave it and the run is over.
+    """The events of one run. Entering it starts the run, iterating gives batches of events, leaving it ends the run.
 
-    Leaving early cancels and waits for the engine's last word, so the sequence is idle afterwards.
+    Leaving early cancels the run and waits for its last event, so the sequence is idle afterwards.
     """
 
     def __init__(self, start: Callable[["Stream"], None], cancel: Callable[["Stream"], None]) -> None:
-        self.run: Run | None = None  # the engine thread's
+        self.run: Run | None = None  # owned by the engine thread
         self.loop: asyncio.AbstractEventLoop
         self._start = start
         self._cancel = cancel
@@ -40,19 +40,19 @@ class Stream:
         if not self._has_started:
             return
         if not self._is_over:
-            # A worker that stops sends every stream its last word, so waiting is right either way.
+            # A worker that stops sends every stream a last event, so waiting is right in any case.
             with contextlib.suppress(Draining):
                 self._cancel(self)
         while not self._is_over:
             await self._arrival()
 
     def cancel_run(self) -> None:
-        """Called on the engine thread: the run ends at the next step."""
+        """End the run at the next step. Called on the engine thread."""
         if self.run is not None:
             self.run.is_cancelled = True
 
     def deliver(self, events: list[Event | Failed]) -> None:
-        """Called on the stream's own loop."""
+        """Take events. Called on the stream's own loop."""
         for event in events:
             if isinstance(event, Failed):
                 self._error = event.error
@@ -80,7 +80,7 @@ class Stream:
         return self.rest()
 
     async def done(self) -> Done:
-        """The final event, once it is there; what comes before it is passed over."""
+        """Wait for the final event. The events before it stay for `rest`."""
         while self._done is None:
             if self._error is not None:
                 raise self._error
@@ -97,8 +97,8 @@ class Stream:
         await self._arrived.wait()
 
 
-class Mailroom:
-    """Collects a step's events and hands them over loop by loop. Used by the engine thread alone."""
+class EventDispatcher:
+    """Collects the events of a step and delivers them, one call per event loop. Used by the engine thread only."""
 
     def __init__(self) -> None:
         self._waiting: dict[Stream, list[Event | Failed]] = {}
@@ -111,14 +111,14 @@ class Mailroom:
         for stream, events in self._waiting.items():
             by_loop.setdefault(stream.loop, []).append((stream, events))
         self._waiting.clear()
-        for loop, letters in by_loop.items():
+        for loop, deliveries in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_deliver, letters)
-            except RuntimeError:  # the loop is closed: nobody is left to hear the rest
-                for stream, _ in letters:
+                loop.call_soon_threadsafe(_deliver, deliveries)
+            except RuntimeError:  # the loop is closed, so its streams cannot be read any more
+                for stream, _ in deliveries:
                     stream.cancel_run()
 
 
-def _deliver(letters: list[tuple[Stream, list[Event | Failed]]]) -> None:
-    for stream, events in letters:
+def _deliver(deliveries: list[tuple[Stream, list[Event | Failed]]]) -> None:
+    for stream, events in deliveries:
         stream.deliver(events)

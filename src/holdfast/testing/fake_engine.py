@@ -10,21 +10,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.interface import EngineInfo, KeysValues, Row
-from holdfast.engine.sampling import Pick, sample_rows
+from holdfast.engine.interface import Engine, EngineInfo, KeysValues, Row
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.window import Window
-from holdfast.errors import NonFiniteLogits
-from holdfast.generation import Sampled
 
 Logits = NDArray[np.float32]
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     def __init__(self, *, num_slabs: int, shape: SlabShape, vocab_size: int = 64, fingerprint: str = "fake") -> None:
-        self._shape = shape
         self._cells = np.zeros((2, num_slabs, shape.capacity), dtype=np.float32)  # tokens, positions
-        self._info = EngineInfo(
+        info = EngineInfo(
             name="fake",
             vocab_size=vocab_size,
             context=1 << 30,
@@ -36,18 +32,7 @@ class FakeEngine:
             fingerprint=fingerprint,
             row_invariant=True,
         )
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def shape(self) -> SlabShape:
-        return self._shape
-
-    @property
-    def num_slabs(self) -> int:
-        return int(self._cells.shape[1])
+        super().__init__(info, shape=shape, num_slabs=num_slabs)
 
     @property
     def kv_reserved_bytes(self) -> int:
@@ -63,7 +48,7 @@ class FakeEngine:
             for back in range(num_logits - 1, -1, -1)
         ]
         logits = [self._logits(self._seen(slab, query)) for slab, query in queries]
-        return np.stack(logits) if logits else np.zeros((0, self._info.vocab_size), np.float32)
+        return np.stack(logits) if logits else np.zeros((0, self.info.vocab_size), np.float32)
 
     def _seen(self, slab: Slab, query: int) -> Iterable[tuple[int, int]]:
         for part in slab.window.kept(query + 1):
@@ -74,7 +59,7 @@ class FakeEngine:
     def _logits(self, seen: Iterable[tuple[int, int]]) -> Logits:
         digest = hashlib.blake2b(repr(list(seen)).encode(), digest_size=8).digest()
         source = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
-        return source.standard_normal(self._info.vocab_size).astype(np.float32)
+        return source.standard_normal(self.info.vocab_size).astype(np.float32)
 
     def expected_logits(self, tokens: Sequence[int], window: Window) -> Logits:
         """What `forward` must return for every position of `tokens`, computed from the list alone."""
@@ -86,9 +71,6 @@ class FakeEngine:
     def read_logits(self, logits: Logits) -> Logits:
         return logits
 
-    def sample(self, logits: Logits, picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
-        return sample_rows(logits, picks)
-
     def copy_slab(self, source: Slab, target: Slab) -> None:
         self._cells[:, target.slot] = self._cells[:, source.slot]
 
@@ -99,9 +81,6 @@ class FakeEngine:
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
         for part, content in zip(self._cells, kv, strict=True):
             part[slab.slot, _cells_of(slab, positions)] = content.reshape(-1)
-
-    def is_fatal(self, error: Exception) -> bool:
-        return False
 
     def clear_slab(self, slab: Slab) -> None:
         self._cells[:, slab.slot] = 0

@@ -1,32 +1,114 @@
-"""One forward on the device. Knows weights, slabs and kernels; not sessions, graphs or sampling."""
+"""One forward on the device: how its rows lie in the kernels' inputs, and the kernels that run over them.
 
+Knows weights, slabs and kernels; not sessions, graphs or sampling.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.attending import Window, attend_decoded, attend_split, attend_whole
-from holdfast.engine.cuda.kernels.attention import AttentionTile, Splits
-from holdfast.engine.cuda.kernels.heads import write_heads
-from holdfast.engine.cuda.kernels.restoring import restore
-from holdfast.engine.cuda.kernels.rows import add_norm, begin, gate
-from holdfast.engine.cuda.kernels.tiles import fixed_tile, head_tile, tile_product
-from holdfast.engine.cuda.kernels.vectors import vector_product
-from holdfast.engine.cuda.layout import Inputs
+from holdfast.engine.cuda.kernels.attention import AttentionTile, Blocks, Splits, attend_split, attend_whole
+from holdfast.engine.cuda.kernels.decode_attention import DecodeSettings, attend_decoded
+from holdfast.engine.cuda.kernels.products import fixed_tile, head_tile, restore, tile_product, vector_product
+from holdfast.engine.cuda.kernels.rows import add_norm, begin, gate, write_heads
 from holdfast.engine.cuda.weights import CudaLayer, CudaWeights, Matrix
+from holdfast.engine.interface import Row
 from holdfast.engine.slab import SlabShape
-from holdfast.engine.torch.attention import SlabTensors
+from holdfast.engine.torch.decoder import SlabTensors
+from holdfast.errors import InvalidArgument
 from holdfast.models import Architecture
 
-MOST_DECODED = 8  # tokens of a row that one graph verifies
+MOST_DECODED = 8  # the most tokens of a row that a decoding graph takes
 
-_INT8_TOKENS, _INT8_OUTPUTS = 64, 65536  # up to so many tokens, and from so many rows on, int8 is multiplied as it is
-_MOST_ROWS = 512  # of single tokens, in one forward
-_SOME_ROWS, _MANY_ROWS = 4, 8  # the more rows, the longer splits may be
-_PROMPT_ROWS = 64  # query rows of a block when there are blocks enough
+# Up to this many tokens and from this many outputs on, int8 is multiplied without restoring it.
+_INT8_TOKENS, _INT8_OUTPUTS = 64, 65536
+_MOST_ROWS = 512  # the most rows of one token in one forward
+_SOME_ROWS, _MANY_ROWS = 4, 8  # with more rows, splits can be longer
+_PROMPT_ROWS = 64  # query rows of a block where there are enough blocks
+_PADDING = -1  # the slot of a token that belongs to no session
 
 
-class Decoder:
-    """Llama-shaped decoder over slabs. The residual is float32; products take the weights' type."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """The batches that one graph serves: up to `num_rows` rows of up to `num_tokens` tokens each."""
+
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """tokens: [(token id, position, slot, sink), tokens]; blocks: [(first, count), blocks]; wanted: token indices."""
+
+    tokens: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    wanted: list[int]
+
+
+class Inputs:
+    """The inputs of a forward, in one tensor so that one copy is enough. A graph always reads the same one."""
+
+    def __init__(self, num_tokens: int, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self._all = torch.zeros(4 * num_tokens + 2 * num_blocks, dtype=torch.int64, device=device)
+        rows = self._all[: 4 * num_tokens].view(4, num_tokens)
+        self.tokens, self.positions, self.slots, self.sinks = rows
+        firsts, counts = self._all[4 * num_tokens :].view(2, num_blocks)
+        self.blocks = Blocks(firsts, counts, block_size)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.positions, self.slots, self.sinks
+
+    def fill(self, layout: Layout) -> None:
+        """Copies from pageable memory: the bytes are taken before this returns, and nothing waits for the copy."""
+        tokens = np.zeros((4, self.tokens.shape[0]), np.int64)
+        tokens[2] = _PADDING
+        tokens[:, : layout.tokens.shape[1]] = layout.tokens
+        blocks = np.zeros((2, self.blocks.firsts.shape[0]), np.int64)
+        blocks[:, : layout.blocks.shape[1]] = layout.blocks
+        flat = np.concatenate([tokens.ravel(), blocks.ravel()])
+        self._all.copy_(torch.from_numpy(flat), non_blocking=True)
+
+    def fits(self, layout: Layout) -> bool:
+        return int(layout.blocks.shape[1]) <= self.blocks.firsts.shape[0]
+
+
+def lay_out(rows: Sequence[Row], vocab_size: int, block_size: int, bucket: Bucket | None = None) -> Layout:
+    """Rows one after the other; in a bucket, each is padded to the bucket's number of tokens."""
+    lengths = [len(row.tokens) for row in rows]
+    total = len(rows) * bucket.num_tokens if bucket else sum(lengths)
+    tokens = np.zeros((4, total), np.int64)
+    tokens[2] = _PADDING
+    blocks: list[tuple[int, int]] = []
+    wanted: list[int] = []
+    start = 0
+    for (slab, ids, num_logits), length in zip(rows, lengths, strict=True):
+        end = start + length
+        tokens[0, start:end] = ids
+        tokens[1, start:end] = np.arange(slab.length, slab.length + length)
+        tokens[2, start:end] = slab.slot
+        tokens[3, start:end] = slab.window.sink
+        wanted.extend(range(end - num_logits, end))
+        reserved = bucket.num_tokens if bucket else length
+        offsets = range(0, reserved, block_size)
+        blocks.extend((start + offset, max(0, min(block_size, length - offset))) for offset in offsets)
+        start += reserved
+    if tokens[0].min() < 0 or tokens[0].max() >= vocab_size:
+        raise InvalidArgument(f"token ids must be between 0 and {vocab_size - 1}")
+    return Layout(tokens, np.array(blocks, np.int64).T, wanted)
+
+
+def num_blocks(bucket: Bucket, block_size: int) -> int:
+    return bucket.num_rows * -(-bucket.num_tokens // block_size)
+
+
+class CudaDecoder:
+    """A Llama-style decoder over slabs. The residual is float32, products have the weights' dtype."""
 
     def __init__(
         self, arch: Architecture, weights: CudaWeights, slabs: SlabTensors, shape: SlabShape, *, deterministic: bool
@@ -49,7 +131,7 @@ class Decoder:
         return self.arch.num_heads // self.arch.num_kv_heads
 
     def block_size(self, num_tokens: int) -> int:
-        """How many queries of a row are attended to together, for rows of up to `num_tokens`."""
+        """How many queries of a row are computed together, for rows of up to `num_tokens`."""
         if self._deterministic:
             return max(1, 16 // self._group)
         return num_tokens if num_tokens <= MOST_DECODED else max(1, _PROMPT_ROWS // self._group)
@@ -61,7 +143,7 @@ class Decoder:
         return self.logits(self.hidden(inputs))
 
     def hidden(self, inputs: Inputs) -> Tensor:
-        """What the head reads, for all tokens: one kernel a step, libraries for the products. Mutates cells."""
+        """The input of the head for all tokens: a kernel for each operation, cuBLAS for the products. Mutates cells."""
         x, rotations = self._begin(inputs)
         epsilon, layers = self.arch.norm_epsilon, self.weights.layers
         norms = [layer.attention_norm for layer in layers[1:]] + [self.weights.norm]
@@ -74,13 +156,13 @@ class Decoder:
         return h
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32: near-ties decide tokens."""
+        """In float32: rounded logits could change the chosen token."""
         if hidden.shape[0] == 0:
             return self._empty(0, self.arch.vocab_size, dtype=torch.float32)
         return self._linear(hidden, self.weights.head, torch.float32)
 
     def _forward_one(self, inputs: Inputs) -> Tensor:
-        """One token: norms, gates and additions are part of the products, five kernels a layer."""
+        """One token: norms, gates and additions are part of the products, so a layer is five kernels."""
         x, rotations = self._begin(inputs)
         epsilon = self.arch.norm_epsilon
         for index, layer in enumerate(self.weights.layers):
@@ -111,8 +193,8 @@ class Decoder:
             norms = layer.query_norm, layer.key_norm
         places = inputs.places
         if inputs.blocks.size == 1 and num_tokens <= _MOST_ROWS and not self._deterministic:
-            window = self._window(num_tokens)
-            return attend_decoded(qkv, layer.qkv_bias, norms, rotations, places, cache, self._done, window)
+            settings = self._decode_settings(num_tokens)
+            return attend_decoded(qkv, layer.qkv_bias, norms, rotations, places, cache, self._done, settings)
         query, sink_query = self._empty(2, num_tokens, arch.num_heads, arch.head_dim)
         queries = query, sink_query
         write_heads(qkv, layer.qkv_bias, norms, rotations, places, queries, cache, arch.norm_epsilon)
@@ -120,8 +202,8 @@ class Decoder:
             return attend_split(queries, cache, places, inputs.blocks, self._splits, self._recent, self._tile)
         return attend_whole(queries, cache, places, inputs.blocks, self._recent, self._tile)
 
-    def _window(self, num_rows: int) -> Window:
-        """Few rows: short splits, fetched at once. Many: long ones, streamed."""
+    def _decode_settings(self, num_rows: int) -> DecodeSettings:
+        """Few rows: short splits, loaded at once. Many rows: long splits, streamed."""
         if self._dtype == torch.float32:
             tile = AttentionTile(32, 32, 4, 1) if num_rows < _MANY_ROWS else AttentionTile(32, 128, 4, 2)
         elif num_rows < _SOME_ROWS:
@@ -131,10 +213,10 @@ class Decoder:
         else:
             tile = AttentionTile(32, 512, 2, 3)
         splits = Splits.of(self._max_pin, self._recent, 1, tile.split)
-        return Window(self._recent, self.arch.norm_epsilon, tile, splits)
+        return DecodeSettings(self._recent, self.arch.norm_epsilon, tile, splits)
 
     def _linear(self, x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
-        """x @ matrix^T in `dtype`, the activations' own by default."""
+        """x @ matrix^T in `dtype`, by default that of the activations."""
         dtype = dtype or self._dtype
         if self._deterministic:
             out = self._empty(x.shape[0], matrix.num_outputs, dtype=dtype)

@@ -1,33 +1,37 @@
-"""The engine protocol on CUDA."""
+"""The engine on CUDA."""
 
-import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.engine.cuda.burst import Burst, can_burst
-from holdfast.engine.cuda.decoder import MOST_DECODED, Decoder
-from holdfast.engine.cuda.graphs import BucketForward, GraphPool, PromptForward, bucket_for, prompt_bucket, rounded
-from holdfast.engine.cuda.layout import Bucket, Inputs, Layout, lay_out
+from holdfast.engine.cuda.decoder import MOST_DECODED, Bucket, CudaDecoder, Inputs, Layout, lay_out
+from holdfast.engine.cuda.graphs import (
+    BucketForward,
+    Burst,
+    GraphPool,
+    PromptForward,
+    bucket_for,
+    can_burst,
+    prompt_bucket,
+    rounded,
+)
 from holdfast.engine.cuda.weights import load_cuda_weights
-from holdfast.engine.description import engine_info
-from holdfast.engine.interface import EngineInfo, KeysValues, Row
-from holdfast.engine.sampling import Pick, sample_rows
-from holdfast.engine.slab import Slab, SlabShape
-from holdfast.engine.torch.attention import SlabTensors
-from holdfast.engine.torch.weights import TensorReader, reader_for
+from holdfast.engine.interface import Row, engine_info
+from holdfast.engine.sampling import Pick
+from holdfast.engine.slab import SlabShape
+from holdfast.engine.torch.engine import TensorEngine, require_cuda
+from holdfast.engine.torch.weights import TensorReader
+from holdfast.engine.weights import open_weights
 from holdfast.errors import InvalidArgument, NonFiniteLogits
 from holdfast.generation import Sampled
 from holdfast.models import Architecture, ModelSource
 
-_MAX_BURST = 8  # reading the results costs a small part of that many steps, and nobody new waits longer
+_MAX_BURST = 8  # reading the results costs little beside this many steps, and a new request waits no longer than them
 _ROW_COST = 0.1  # eight tokens of a row take 1.7 times as long as one at 0.6B, 1.2 times at 8B
 
 
-class CudaEngine:
+class CudaEngine(TensorEngine):
     """A decoder and its slabs on one CUDA device. Graphs are recorded when a bucket is first met."""
 
     def __init__(
@@ -43,47 +47,30 @@ class CudaEngine:
         device: str = "cuda",
         deterministic: bool = False,
     ) -> None:
-        info = engine_info(name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=deterministic)
-        self._info = dataclasses.replace(info, row_cost=_ROW_COST)
-        self._device = torch.device(device)
-        self._shape = shape
-        self._num_slabs = num_slabs
+        info = engine_info(
+            name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=deterministic, row_cost=_ROW_COST
+        )
+        place = torch.device(device)
         with torch.inference_mode():
-            weights = load_cuda_weights(reader, arch, dtype=dtype, device=self._device)
-            cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
-            kv_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
-            self._slabs = SlabTensors(cells, kv_dtype, self._device)
-        self._decoder = Decoder(arch, weights, self._slabs, shape, deterministic=deterministic)
+            weights = load_cuda_weights(reader, arch, dtype=dtype, device=place)
+            super().__init__(info, shape=shape, num_slabs=num_slabs, device=place)
+        self._decoder = CudaDecoder(arch, weights, self._slabs, shape, deterministic=deterministic)
         self._pool = GraphPool(self._device)
         self._forwards: dict[Bucket, BucketForward] = {}
         self._prompts: dict[int, PromptForward] = {}
         self._bursts: dict[tuple[int, bool], Burst] = {}
 
     @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def shape(self) -> SlabShape:
-        return self._shape
-
-    @property
-    def num_slabs(self) -> int:
-        return self._num_slabs
-
-    @property
-    def kv_reserved_bytes(self) -> int:
-        return self._slabs.num_bytes
-
-    @property
     def weight_bytes_per_step(self) -> int:
-        """What one decode step has to read of the weights."""
+        """The weights that one decoding step reads."""
         return self._decoder.weights.num_bytes_per_step
 
     def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:
-        """Record the graphs of a prompt's chunk, and of single-token steps for these numbers of rows, so that no
-        request waits for them."""
-        self._prompt_for(prompt_bucket(self._shape.prefill_chunk))
+        """Record the graphs of a prompt's chunk and of single-token steps with these numbers of rows.
+
+        Otherwise the first request of such a size waits for the recording.
+        """
+        self._prompt_for(prompt_bucket(self.shape.prefill_chunk))
         for num in num_rows:
             self._forward_for(Bucket(num_rows=rounded(num), num_tokens=1))
             self._burst_for(rounded(num), is_filtered=False)
@@ -93,7 +80,7 @@ class CudaEngine:
         bucket = bucket_for(rows)
         if bucket is not None:
             return self._forward_for(bucket).forward(rows)
-        return self._forward_prompts(lay_out(rows, self._info.vocab_size, self._decoder.block_size(MOST_DECODED + 1)))
+        return self._forward_prompts(lay_out(rows, self.info.vocab_size, self._decoder.block_size(MOST_DECODED + 1)))
 
     def max_burst(self) -> int:
         return _MAX_BURST
@@ -105,42 +92,16 @@ class CudaEngine:
     def burst(
         self, rows: Sequence[Row], picks: Sequence[Pick], num_steps: int
     ) -> list[list[Sampled | NonFiniteLogits]]:
-        """Decode `num_steps` tokens for every row, one token each given, with no word to the host in between.
+        """Decode `num_steps` tokens for every row, whose one token is given, without the host in between.
 
-        `picks` are the rows' first draws, in their order; each must pass `can_burst`. The caller has declared
+        `picks` are the first draws of the rows, in their order; each must pass `can_burst`. The caller has declared
         `num_steps` cells of every slab. Mutates cells, not `Slab`s.
         """
         bucket = bucket_for(rows)
         if bucket is None or bucket.num_tokens != 1:
-            raise InvalidArgument("a burst takes a batch of rows of one token each")
+            raise InvalidArgument("a burst needs a batch of rows with one token each")
         is_filtered = any(pick.params.top_k or pick.params.top_p < 1 for pick in picks)
         return self._burst_for(bucket.num_rows, is_filtered).run(rows, picks, num_steps)
-
-    def read_logits(self, logits: Tensor) -> NDArray[np.float32]:
-        array: NDArray[np.float32] = logits.float().cpu().numpy()
-        return array
-
-    def sample(self, logits: Tensor, picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
-        return sample_rows(self.read_logits(logits), picks)
-
-    @torch.inference_mode()
-    def copy_slab(self, source: Slab, target: Slab) -> None:
-        self._slabs.copy(source, target)
-
-    @torch.inference_mode()
-    def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
-        return self._slabs.read(slab, positions)
-
-    @torch.inference_mode()
-    def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
-        self._slabs.write(slab, positions, kv)
-
-    def is_fatal(self, error: Exception) -> bool:
-        return isinstance(error, torch.AcceleratorError)  # a CUDA context does not recover; running out of memory does
-
-    @torch.inference_mode()
-    def clear_slab(self, slab: Slab) -> None:
-        self._slabs.clear(slab)
 
     def _forward_prompts(self, layout: Layout) -> Tensor:
         num_tokens, num_blocks = layout.tokens.shape[1], layout.blocks.shape[1]
@@ -180,21 +141,18 @@ def load_engine(
     num_slabs: int,
     shape: SlabShape,
     dtype: str = "bfloat16",
-    device: str = "cuda",
     deterministic: bool = False,
 ) -> CudaEngine:
     """The engine for a model on disk, ready for its first request. Blocks for seconds."""
-    if not torch.cuda.is_available():
-        raise InvalidArgument("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    require_cuda()
     engine = CudaEngine(
         source.name,
         source.architecture,
-        reader_for(source),
+        open_weights(source),
         digest=source.digest,
         num_slabs=num_slabs,
         shape=shape,
         dtype=dtype,
-        device="cuda" if device == "auto" else device,
         deterministic=deterministic,
     )
     engine.warm_up()

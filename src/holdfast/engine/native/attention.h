@@ -1,4 +1,4 @@
-// Attention over a slab: what a query sees, stretch by stretch of 256 cells, folded in the order of the cells.
+// Attention over a slab, in stretches of 256 cells whose results are combined in the order of the cells.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 #include "weights.h"
 
-constexpr int STRETCH = 256; // cells that are folded as one
-constexpr int QUERIES = 8;   // queries of one row that share one reading of a stretch
+constexpr int STRETCH = 256; // cells that are computed together
+constexpr int QUERIES = 8;   // queries of one row that read a stretch together
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 struct Slabs { // [layers, slabs, kv_heads, capacity, dim] each
@@ -22,11 +22,11 @@ struct Row {
     int32_t count, slot, sink, num_logits;
 };
 
-// Which position a cell holds once a row is written: sinks have a cell each, later positions share the ring.
+// Which position each cell holds once a row is written: sinks have a cell each, later positions share the ring.
 struct Layout {
     int64_t end; // one past the last position written
     int sink, ring;
-    int64_t turn; // how many cells of the ring hold its newest turn
+    int64_t turn; // how many cells of the ring hold positions of the newest turn
 
     Layout(const Row &row, int capacity)
         : end(row.start + row.count), sink(row.sink), ring(capacity - row.sink),
@@ -34,7 +34,7 @@ struct Layout {
 
     int64_t cell(int64_t position) const { return position < sink ? position : sink + (position - sink) % ring; }
 
-    int64_t position(int cell) const { // below `sink` for a ring cell that was never written
+    int64_t position(int cell) const { // below `sink` for a ring cell that is not written yet
         if (cell < sink)
             return cell;
         const int64_t at = cell - sink;
@@ -42,14 +42,15 @@ struct Layout {
     }
 };
 
-struct Tile { // some queries of one row, and the stretches of cells that at least one of them sees
+struct Tile { // some queries of one row, and the stretches that at least one of them sees
     const Row *row;
-    int first, count; // among the tokens of all rows
-    int64_t position; // of the first
+    int first, count; // in the tokens of all rows
+    int64_t position; // of the first query
     std::vector<int> stretches;
 };
 
-// What one head of one query has gathered: weights relative to e^top, their sum, and the values mixed by them.
+// The running softmax of one head of one query: the top score, the sum of the weights relative to e^top, and the
+// values weighted by them.
 struct Gathered {
     float top, mass;
     float *mixed;
@@ -73,12 +74,12 @@ struct AttentionScratch { // of one thread
     int32_t positions[STRETCH];
 };
 
-// Keys or values of one layer, slab and head, whose cells take V vectors each once they are read.
+// Keys or values of one layer, slab and head. As floats, a cell takes V vectors.
 template <int V> struct Cells {
     const uint8_t *at;
     int dim, kind;
 
-    // 16 cells from `first` on as floats; those from `limit` on are left as they are
+    // Read 16 cells from `first` on as floats; those from `limit` on are not written to `out`.
     void read(int first, int limit, float *out) const {
         const int num = std::min(LANES, limit - first);
         if (kind == BFLOAT16 && dim == V * LANES) {
@@ -108,7 +109,7 @@ template <int V> struct Cells {
     }
 };
 
-// The products of one query with 16 keys of V vectors each.
+// The dot products of one query with 16 keys of V vectors each.
 template <int V> inline Floats score(const float *query, const float *keys) {
     Floats sums[LANES] = {};
 #pragma GCC unroll 16
@@ -121,7 +122,7 @@ template <int V> inline Floats score(const float *query, const float *keys) {
     return sums_of(sums);
 }
 
-// 16 values of V vectors each, mixed by their weights into `mixed`; up to four vectors at a time stay in registers.
+// Add 16 values of V vectors each, weighted, to `mixed`. Up to four vectors at a time stay in registers.
 template <int V> inline void mix(const float *values, const float *weights, float *mixed) {
     constexpr int STEP = V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V % 2 == 0 ? 2 : 1;
 #pragma GCC unroll 16
@@ -141,8 +142,8 @@ template <int V> inline void mix(const float *values, const float *weights, floa
     }
 }
 
-// All queries of a tile that share one key head, for heads of V vectors: `queries` and `sink_queries` are
-// [count, group, width], `stride` apart from token to token.
+// All queries of a tile that share one key head, for heads of V vectors. `queries` and `sink_queries` are
+// [count, group, width], with `stride` floats from one token to the next.
 template <int V> struct Stretches {
     const Slabs &slabs;
     const Tile &tile;
@@ -154,7 +155,7 @@ template <int V> struct Stretches {
 
     int num_heads() const { return tile.count * group; }
 
-    // gathered[query * group + head] over stretch number `stretch`
+    // Compute gathered[query * group + head] over stretch number `stretch`.
     void gather(int stretch, Gathered *gathered, AttentionScratch &scratch) const {
         const Layout layout(*tile.row, slabs.capacity);
         const int first = stretch * STRETCH, last = std::min(first + STRETCH, (int)slabs.capacity);
@@ -162,7 +163,7 @@ template <int V> struct Stretches {
         scratch.tile.resize(LANES * V * LANES);
         scratch.scores.resize((size_t)num_heads() * STRETCH);
         std::fill(scratch.tile.begin(), scratch.tile.end(), 0.0f);
-        for (int c = 0; c < size; c++) // relative to the first query; what cannot be seen is in its future
+        for (int c = 0; c < size; c++) // relative to the first query; cells that cannot be seen are in its future
             scratch.positions[c] = first + c < last ? relative(layout, first + c) : INT32_MAX;
         for (int c = 0; c < size; c += LANES)
             if (is_seen(layout, scratch.positions + c, first + c))
@@ -216,7 +217,7 @@ template <int V> struct Stretches {
         }
     }
 
-    // Scores become weights.
+    // Replace scores by weights.
     static void weigh(float *scores, int size, Gathered &gathered) {
         Floats tops = splat(NEVER);
         for (int c = 0; c < size; c += LANES)

@@ -1,7 +1,7 @@
-"""Compiles decoder.cpp once for each instruction set that this kind of machine may have.
+"""Compiles decoder.cpp, once for each instruction set that machines of this kind may have.
 
-Runs when the package is installed (hatch_build.py); by hand: `python src/holdfast/engine/native/build.py`. Imports
-nothing but the standard library.
+Runs when the package is installed (hatch_build.py), or by hand: `python src/holdfast/engine/native/build.py`. Imports
+only the standard library.
 """
 
 import os
@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_HEADERS = ("attention", "drawing", "pairs", "pool", "products", "vectors", "weights")
+_HEADERS = ("attention", "pairs", "pool", "products", "sampler", "vectors", "weights")
 SOURCES = [HERE / "decoder.cpp", *(HERE / f"{name}.h" for name in _HEADERS)]
 
-# Best first. What a machine must have is asked of the compiler's own run-time check in library.py.
+# Best first. library.py chooses among the builds by the processor's features.
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 _X86 = {
     "avx512bf16": [*_AVX512, "-mavx512bf16"],
@@ -35,13 +35,13 @@ def library_path(variant: str) -> Path:
 
 
 def compiler() -> str | None:
-    """The C++ compiler to use: $CXX, or what is on the PATH."""
+    """The C++ compiler: $CXX, or the first one on the PATH."""
     named = os.environ.get("CXX")
     return named or next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
 
 
 def build() -> list[Path]:
-    """Compile what is missing or older than its sources; raises CalledProcessError with the compiler's words."""
+    """Compile every build that is missing or older than its sources. Raises CalledProcessError with the output."""
     found = compiler()
     if found is None:
         raise FileNotFoundError("no C++ compiler: install g++ or clang, or set CXX")

@@ -1,19 +1,19 @@
 // One forward of a decoder over slabs of keys and values, on the CPU.
 //
-// Every sum runs in an order that depends on its own row alone: an output is computed by one thread from the first
-// weight to the last, attention folds stretches of cells in the order of the cells. So a row's bits do not depend on
-// how many rows, threads or neighbours there are. (The faster products of pairs.h give that up, where they may.)
+// The order of every sum depends on its own row alone: one thread computes an output from the first weight to the last,
+// and attention combines stretches in the order of the cells. So a row's bits do not depend on the number of rows,
+// threads or neighbours. (The faster products of pairs.h do not keep this; they are used where that is allowed.)
 
 #include "attention.h"
-#include "drawing.h"
+#include "sampler.h"
 #include "products.h"
 
 namespace {
 
-constexpr int MAX_HEAD = 256; // the largest head
+constexpr int MAX_HEAD = 256; // the largest head_dim
 
 struct Layer {
-    Matrix qkv, output, gate_up, down; // gate_up: a block of gates, then the block of ups that belongs to it
+    Matrix qkv, output, gate_up, down; // gate_up: a block of gates, then the corresponding block of ups
     const float *attention_norm, *mlp_norm;
     const float *qkv_bias, *query_norm, *key_norm; // or null
 };
@@ -32,14 +32,14 @@ struct Token {
     int64_t position;
 };
 
-struct Scratch { // of one thread
+struct Scratch { // memory of one thread
     std::vector<float> key;
     AttentionScratch attention;
 };
 
 struct Piece { // one stretch of one tile
     int tile, stretch;
-    size_t first; // of what it gathers
+    size_t first; // index of its first result in `gathered`
 };
 
 struct Rotation { // [tokens, dim / 2] each
@@ -78,8 +78,8 @@ struct Decoder {
     std::vector<Scratch> scratch;
     int num_tokens = 0;
     std::vector<Tile> tiles;
-    std::vector<Piece> pieces;                  // where stretches are gathered apart
-    std::vector<size_t> first_of;               // of each tile, among all that its pieces gather
+    std::vector<Piece> pieces;                  // empty where a tile's stretches are computed one after the other
+    std::vector<size_t> first_of;               // index of each tile's first result in `gathered`
     std::vector<Token> places;                  // of all tokens
     Rotation recent_rotation, sink_rotation;
     std::vector<float> x, h, qkv, queries, sink_queries, mixed, gated, parts;
@@ -129,7 +129,7 @@ struct Decoder {
         tiles.push_back(std::move(tile));
     }
 
-    // Few tiles: their stretches are gathered side by side, and folded afterwards in the same order.
+    // With few tiles, their stretches are computed in parallel and combined afterwards in the same order.
     void split() {
         pieces.clear();
         first_of.clear();
@@ -183,7 +183,7 @@ struct Decoder {
 
     void transform(const Layer &layer) {
         normalise_all(layer.mlp_norm);
-        // Gates and ups come as neighbouring blocks, in this order, from the same thread.
+        // The same thread handles a block of gates and then its block of ups.
         products.each(layer.gate_up, h.data(), num_tokens, Gate{gated.data(), model.mlp});
         products.add(layer.down, gated.data(), num_tokens, x.data());
     }
@@ -206,7 +206,7 @@ struct Decoder {
         }
     };
 
-    // Bias, norms and rotation for one token; its keys and values go to their cells.
+    // Bias, norms and rotation of one token; writes its keys and values to their cells.
     void place(int layer, int n, std::vector<float> &turned) {
         const Layer &weights = model.layers[layer];
         const int dim = model.dim, total = model.heads + 2 * model.kv_heads;
@@ -262,7 +262,7 @@ struct Decoder {
 
     // --- Attention of one layer
 
-    // act(vectors in a head, as a constant)
+    // Calls act(vectors in a head, as a constant).
     template <class Act> void with_width(Act &&act) const {
         const auto of = [&]<int... V>(std::integer_sequence<int, V...>) {
             ((width == (V + 1) * LANES ? act(std::integral_constant<int, V + 1>{}) : void()), ...);
@@ -284,7 +284,7 @@ struct Decoder {
                 1.0f / std::sqrt((float)model.dim)};
     }
 
-    // A tile and key head from its first stretch to the last.
+    // Computes one tile and key head, from its first stretch to its last.
     void mix_whole(int layer, int unit, int thread) {
         const Tile &tile = tiles[unit / model.kv_heads];
         const int kv_head = unit % model.kv_heads, num = tile.count * group();

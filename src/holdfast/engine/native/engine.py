@@ -1,28 +1,26 @@
-"""The engine protocol on the native decoder."""
+"""The engine in native code."""
 
 import ctypes
-import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.description import engine_info
-from holdfast.engine.interface import EngineInfo, KeysValues, Row
+from holdfast.engine.batch import places
+from holdfast.engine.interface import Engine, KeysValues, Row, engine_info
 from holdfast.engine.native import library as native
-from holdfast.engine.native.store import packed_weights, reader_for
-from holdfast.engine.packing import places
-from holdfast.engine.quantisation import GROUP
+from holdfast.engine.native.weights import Arrays, packed_weights
 from holdfast.engine.sampling import Pick, not_finite, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
+from holdfast.engine.weights import GROUP, open_weights
 from holdfast.errors import NonFiniteLogits
 from holdfast.generation import Sampled
 from holdfast.models import Architecture, ModelSource
 
-_COLDEST = 1e-3  # below, float32 has no room for scaled logits
-# What one more row adds to a forward, by dtype and whether every row keeps its bits: the fewer bytes a weight has,
-# the more of the time goes to multiplying.
+_COLDEST = 1e-3  # below this temperature, scaled logits leave the range of float32
+# `EngineInfo.row_cost` by dtype and row invariance: the fewer bytes a weight has, the more of the time goes to
+# multiplication.
 _ROW_COSTS = {
     ("int8", False): 0.25,
     ("int8", True): 0.35,
@@ -32,11 +30,11 @@ _ROW_COSTS = {
 }
 MAX_HEAD = 256  # the largest head_dim that decoder.cpp is built for
 
-Arrays = Mapping[str, NDArray[np.generic]]
 
+class NativeEngine(Engine):
+    """A decoder and its slabs in the memory of the process. `arrays` are made by `WeightPacker`."""
 
-class NativeEngine:
-    """A decoder and its slabs in the process's own memory. `arrays` are what `Packing` makes."""
+    _decoder: int | None = None  # the native object
 
     def __init__(
         self,
@@ -54,52 +52,41 @@ class NativeEngine:
     ) -> None:
         self._library = native.library(variant)
         is_exact = deterministic or dtype == "float32" or not self._library.holdfast_has_pairs()
-        info = engine_info(name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=is_exact)
-        self._info = dataclasses.replace(info, row_cost=_ROW_COSTS[dtype, is_exact])
-        self._shape = shape
-        self._num_slabs = num_slabs
+        row_cost = _ROW_COSTS.get((dtype, is_exact), 1.0)  # `engine_info` refuses other dtypes
+        info = engine_info(
+            name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=is_exact, row_cost=row_cost
+        )
+        super().__init__(info, shape=shape, num_slabs=num_slabs)
         cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
-        kind = np.float32 if self._info.kv_dtype == "float32" else np.uint16
-        # Filled, not only reserved, so that the memory is really held from the start.
+        kind = np.float32 if info.kv_dtype == "float32" else np.uint16
+        # Filled and not only reserved, so that the memory is committed from the start.
         self._keys, self._values = (np.full(cells, 0, kind) for _ in range(2))
         self.arrays = arrays
-        self._held = _described(arch, arrays, dtype)  # what the decoder points into, beside the arrays
-        slabs = native.Slabs(
+        self._held = _described(arch, arrays, dtype)  # keeps alive what the decoder points to
+        slabs = native.SlabsStruct(
             self._keys.ctypes.data,
             self._values.ctypes.data,
             num_slabs,
             shape.capacity,
             shape.recent,
-            native.KINDS[self._info.kv_dtype],
+            native.KINDS[info.kv_dtype],
         )
         self._decoder = self._library.holdfast_decoder(self._held[0], slabs, num_threads or _num_threads(), is_exact)
 
     def __del__(self) -> None:
-        if decoder := getattr(self, "_decoder", None):
-            self._library.holdfast_free(decoder)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def shape(self) -> SlabShape:
-        return self._shape
-
-    @property
-    def num_slabs(self) -> int:
-        return self._num_slabs
+        if self._decoder:
+            self._library.holdfast_free(self._decoder)
 
     @property
     def kv_reserved_bytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 
     def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        specs = (native.RowSpec * len(rows))(  # type: ignore[misc]
+        specs = (native.RowStruct * len(rows))(  # type: ignore[misc]
             *((row.slab.length, len(row.tokens), row.slab.slot, row.slab.window.sink, row.num_logits) for row in rows)
         )
         tokens = np.fromiter((token for row in rows for token in row.tokens), np.int32)
-        logits = np.empty((sum(row.num_logits for row in rows), self._info.vocab_size), np.float32)
+        logits = np.empty((sum(row.num_logits for row in rows), self.info.vocab_size), np.float32)
         self._library.holdfast_forward(self._decoder, specs, len(rows), tokens.ctypes.data, logits.ctypes.data)
         return logits
 
@@ -121,19 +108,16 @@ class NativeEngine:
             for packed, where in places(slab, positions):
                 cells[:, slab.slot, :, where] = bits[:, :, packed]
 
-    def is_fatal(self, error: Exception) -> bool:
-        return False  # memory of our own: nothing to lose but the process
-
     def clear_slab(self, slab: Slab) -> None:
         self._keys[:, slab.slot] = 0
         self._values[:, slab.slot] = 0
 
     def _draw(self, logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogits:
-        params, row, drawn = pick.params, logits[pick.row], native.Drawn()
+        params, row, drawn = pick.params, logits[pick.row], native.DrawnStruct()
         where = params.seed, pick.position, params.choice
         self._library.holdfast_draw(row.ctypes.data, row.size, params.temperature, *where, drawn)
         if drawn.token < 0:
-            return not_finite(pick)
+            return not_finite(pick.position)
         return Sampled(token=drawn.token, logprob=drawn.logprob, sampling_logprob=drawn.sampling_logprob)
 
     def _gathered(self, cells: NDArray[np.generic], slab: Slab, positions: Sequence[range]) -> NDArray[np.generic]:
@@ -143,7 +127,7 @@ class NativeEngine:
 
 
 def _is_plain(pick: Pick) -> bool:
-    """Whether the token is drawn from the logits as they are: no filter, no penalty, nothing but the token wanted."""
+    """Whether the token is drawn from unchanged logits: no filters, no penalties, no top logprobs."""
     params = pick.params
     is_whole = params.top_p == 1 and not params.top_k and not params.min_p
     is_bare = params.repetition_penalty == 1 and not (params.presence_penalty or params.frequency_penalty)
@@ -152,27 +136,27 @@ def _is_plain(pick: Pick) -> bool:
 
 
 def _num_threads() -> int:
-    """What OMP_NUM_THREADS says, or as many as this process may run on."""
+    """OMP_NUM_THREADS where it is set, else the number of cores that this process may use."""
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdigit() and int(named):
         return int(named)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.Model, object, object]:
-    """The model as the native code sees it, and the arrays that the description itself points into."""
+def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.ModelStruct, object, object]:
+    """The model as a C struct, and the arrays that the struct points to."""
     kind, dim = native.KINDS[dtype], arch.head_dim
     queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
 
-    def matrix(name: str, outputs: int, inputs: int) -> native.Matrix:
+    def matrix(name: str, outputs: int, inputs: int) -> native.MatrixStruct:
         blocks = arrays[name]
-        return native.Matrix(blocks.ctypes.data, len(blocks), inputs, kind, outputs)
+        return native.MatrixStruct(blocks.ctypes.data, len(blocks), inputs, kind, outputs)
 
     def vector(name: str) -> int | None:
         return arrays[name].ctypes.data if name in arrays else None
 
-    def layer(at: str) -> native.Layer:
-        return native.Layer(
+    def layer(at: str) -> native.LayerStruct:
+        return native.LayerStruct(
             matrix(f"{at}.qkv", queries + 2 * keys, arch.hidden_size),
             matrix(f"{at}.output", arch.hidden_size, queries),
             matrix(f"{at}.gate_up", 2 * arch.mlp_size, arch.hidden_size),
@@ -181,9 +165,9 @@ def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.M
         )
 
     frequencies = (ctypes.c_double * len(arch.inverse_frequencies))(*arch.inverse_frequencies)
-    layers = (native.Layer * arch.num_layers)(*(layer(str(index)) for index in range(arch.num_layers)))
+    layers = (native.LayerStruct * arch.num_layers)(*(layer(str(index)) for index in range(arch.num_layers)))
     head = "embedding" if arch.has_tied_embeddings else "head"
-    model = native.Model(
+    model = native.ModelStruct(
         arch.num_layers,
         arch.hidden_size,
         arch.mlp_size,
@@ -202,7 +186,7 @@ def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.M
 
 
 def fits(arch: Architecture, dtype: str) -> bool:
-    """Whether the native code has what this model needs."""
+    """Whether the native code can compute this model in this dtype."""
     inputs = (arch.hidden_size, arch.num_heads * arch.head_dim, arch.mlp_size)
     return arch.head_dim <= MAX_HEAD and all(size % (GROUP if dtype == "int8" else 2) == 0 for size in inputs)
 
@@ -216,8 +200,8 @@ def load_engine(
     deterministic: bool = False,
     num_threads: int = 0,
 ) -> NativeEngine:
-    """The engine for a model on disk. Blocks for seconds the first time; later the packed weights are on disk too."""
-    arrays = packed_weights(source, reader_for(source), dtype)
+    """The engine for a model on disk. Blocks for seconds the first time; later starts find the packed weights."""
+    arrays = packed_weights(source, open_weights(source), dtype)
     return NativeEngine(
         source.name,
         source.architecture,

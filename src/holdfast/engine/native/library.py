@@ -1,4 +1,4 @@
-"""The compiled decoder: which build fits this machine, and the shapes of what crosses over to it."""
+"""The compiled decoder as a ctypes library: which build this machine can run, and the structs that it takes."""
 
 import ctypes
 import functools
@@ -11,13 +11,13 @@ from holdfast.engine.native.build import library_path, variants
 from holdfast.errors import ConfigError
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
-CHOICE = "HOLDFAST_NATIVE"  # names one build, for tests and comparisons; "off": none
+CHOICE = "HOLDFAST_NATIVE"  # environment variable that names one build; "off": none
 
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}
 _NEEDS = {"avx512bf16": _AVX512 | {"avx512_bf16"}, "avx512": _AVX512, "avx2": {"avx2", "fma", "f16c"}}
 
 
-class Matrix(Structure):
+class MatrixStruct(Structure):
     _fields_ = (
         ("blocks", c_void_p),
         ("num_blocks", c_int32),
@@ -27,12 +27,12 @@ class Matrix(Structure):
     )
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     _fields_ = (
-        ("qkv", Matrix),
-        ("output", Matrix),
-        ("gate_up", Matrix),
-        ("down", Matrix),
+        ("qkv", MatrixStruct),
+        ("output", MatrixStruct),
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("qkv_bias", c_void_p),
@@ -41,7 +41,7 @@ class Layer(Structure):
     )
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     _fields_ = (
         ("num_layers", c_int32),
         ("hidden", c_int32),
@@ -52,14 +52,14 @@ class Model(Structure):
         ("vocabulary", c_int32),
         ("epsilon", c_float),
         ("frequencies", POINTER(c_double)),
-        ("layers", POINTER(Layer)),
-        ("embedding", Matrix),
-        ("head", Matrix),
+        ("layers", POINTER(LayerStruct)),
+        ("embedding", MatrixStruct),
+        ("head", MatrixStruct),
         ("norm", c_void_p),
     )
 
 
-class Slabs(Structure):
+class SlabsStruct(Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -70,7 +70,7 @@ class Slabs(Structure):
     )
 
 
-class RowSpec(Structure):
+class RowStruct(Structure):
     _fields_ = (
         ("start", c_int64),
         ("count", c_int32),
@@ -80,7 +80,7 @@ class RowSpec(Structure):
     )
 
 
-class Drawn(Structure):
+class DrawnStruct(Structure):
     _fields_ = (
         ("token", c_int32),
         ("padding", c_int32),
@@ -90,7 +90,7 @@ class Drawn(Structure):
 
 
 def usable_variants() -> list[str]:
-    """The builds that are here and that this machine can run, best first; none where they are switched off."""
+    """The installed builds that this machine can run, best first; none where HOLDFAST_NATIVE is "off"."""
     if os.environ.get(CHOICE) == "off":
         return []
     has = _features()
@@ -101,7 +101,7 @@ def _features() -> set[str]:
     """The instruction sets of this machine's processor, as Linux names them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:  # a Mac: those with Intel processors have had AVX2 since 2013
+    except OSError:  # a Mac; Intel Macs have had AVX2 since 2013
         return {"avx2", "fma", "f16c"} if platform.machine() == "x86_64" else set()
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
@@ -112,21 +112,21 @@ def is_available() -> bool:
 
 @functools.cache
 def library(variant: str | None = None) -> ctypes.CDLL:
-    """The best build for this machine, or the one asked for."""
+    """The named build, or the best one for this machine."""
     wanted = variant or os.environ.get(CHOICE)
     usable = usable_variants()
     if wanted and wanted not in usable:
-        raise ConfigError(f"there is no native build {wanted!r} for this machine; it has {', '.join(usable) or 'none'}")
+        raise ConfigError(f"there is no native build {wanted!r} on this machine; usable: {', '.join(usable) or 'none'}")
     if not usable:
-        raise ConfigError("the native engine is not built; install a C++ compiler and install holdfast again")
+        raise ConfigError("the native engine is not built; install a C++ compiler and reinstall holdfast")
     found = ctypes.CDLL(str(library_path(wanted or usable[0])))
-    found.holdfast_decoder.argtypes = (POINTER(Model), POINTER(Slabs), c_int32, c_int32)
+    found.holdfast_decoder.argtypes = (POINTER(ModelStruct), POINTER(SlabsStruct), c_int32, c_int32)
     found.holdfast_decoder.restype = c_void_p
     found.holdfast_free.argtypes = (c_void_p,)
     found.holdfast_free.restype = None
-    found.holdfast_forward.argtypes = (c_void_p, POINTER(RowSpec), c_int32, c_void_p, c_void_p)
+    found.holdfast_forward.argtypes = (c_void_p, POINTER(RowStruct), c_int32, c_void_p, c_void_p)
     found.holdfast_forward.restype = None
     found.holdfast_has_pairs.restype = c_int32
-    found.holdfast_draw.argtypes = (c_void_p, c_int32, c_double, c_uint64, c_uint64, c_uint32, POINTER(Drawn))
+    found.holdfast_draw.argtypes = (c_void_p, c_int32, c_double, c_uint64, c_uint64, c_uint32, POINTER(DrawnStruct))
     found.holdfast_draw.restype = None
     return found

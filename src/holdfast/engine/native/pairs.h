@@ -1,5 +1,5 @@
-// Products of many rows in half the time, where the processor multiplies pairs of bfloat16: activations are rounded
-// to bfloat16, so a row's bits are no longer those that it has when it comes with few others.
+// Products of many rows in half the time, on processors that multiply pairs of bfloat16. Activations are rounded to
+// bfloat16, so a row's bits depend on whether it is multiplied with few or with many others.
 
 #pragma once
 
@@ -11,9 +11,9 @@ constexpr bool HAS_PAIRS = true;
 constexpr bool HAS_PAIRS = false;
 #endif
 
-constexpr int FEW = 4; // rows up to which reading the weights costs more than multiplying them
+constexpr int FEW = 4; // up to this many rows, reading the weights costs more than multiplying them
 
-// `num` rows as tiles of ROWS: for every two inputs the pairs of a tile's rows side by side.
+// A tile of `num` rows in bfloat16: for every two inputs, the pairs of the rows side by side.
 inline void interleave_pairs(const float *x, int num, int inputs, uint32_t *out) {
     for (int n = 0; n < num; n++)
         for (int i = 0; i < inputs; i += 2) {
@@ -24,7 +24,7 @@ inline void interleave_pairs(const float *x, int num, int inputs, uint32_t *out)
 
 #if defined(__AVX512BF16__)
 
-// A block's weights in pairs of inputs, as it is stored. Eight bits fit a bfloat16 exactly; their scales stay apart.
+// A stored block's weights in pairs of inputs. Eight bits fit a bfloat16 exactly; their scales are applied later.
 template <class W> struct Pairs {
     static constexpr int GROUP = W::GROUP;
     static constexpr bool IS_SCALED = W::IS_SCALED;
@@ -36,7 +36,7 @@ template <class W> struct Pairs {
     }
 };
 
-// The same, worked out once for many rows to read from the cache.
+// The same pairs, computed once, which many rows then read from the cache.
 template <class W> struct KeptPairs {
     static constexpr int GROUP = W::GROUP;
     static constexpr bool IS_SCALED = W::IS_SCALED;
@@ -82,7 +82,7 @@ inline void multiply_pairs(const uint8_t *block, int inputs, const uint32_t *x, 
         out[n] = P::IS_SCALED ? sums[n] : (Floats)parts[n];
 }
 
-// use(row, products) for `num` rows in interleaved pairs and one block.
+// Calls use(row, products) for `num` rows in interleaved pairs and one block.
 template <class P, class Use>
 inline void multiply_paired_rows(const uint8_t *block, int inputs, const uint32_t *x, int num, Use &&use) {
     in_tiles(num, [&]<int N>(int first) {

@@ -1,7 +1,7 @@
-// Threads that share the pieces of one piece of work after another.
+// Threads that work together on one task after another. A task is divided into pieces.
 //
-// A piece is claimed, never assigned: a thread that the system has put aside holds up nobody but the piece in its
-// hands. Waiting threads spin for some microseconds and then sleep, so that a busy client beside us gets the core.
+// Pieces are claimed, not assigned: a thread that the system suspends delays only the piece that it has claimed.
+// Waiting threads spin for some microseconds and then sleep, so that other processes get the core.
 
 #pragma once
 
@@ -29,7 +29,7 @@ class Pool {
 
     int num_threads() const { return (int)helpers.size() + 1; }
 
-    // act(piece, thread) for every piece; returns when all are done.
+    // Calls act(piece, thread) for every piece; returns when all are done.
     template <class Act> void run(int num_pieces, Act &&act) {
         if (num_pieces <= 1 || helpers.empty()) {
             for (int piece = 0; piece < num_pieces; piece++)
@@ -53,7 +53,7 @@ class Pool {
     static constexpr int SPINS = 1500; // some 30 microseconds
     static constexpr uint64_t FIELD = 1 << 20;
 
-    // round, number of pieces and next piece in one word: a claim is valid for the round that it names
+    // Round, number of pieces and next piece in one word, so that a claim is valid for its own round only.
     std::atomic<uint64_t> ticket{0};
     std::atomic<uint32_t> round{0};
     std::atomic<int> unfinished{0};

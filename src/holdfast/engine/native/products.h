@@ -1,4 +1,4 @@
-// Products of rows with matrices, shared among threads.
+// Products of rows with matrices, computed by all threads.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 class Products {
   public:
-    // `exact`: a row's bits never depend on how many rows come with it
+    // `exact`: a row's bits do not depend on how many rows are multiplied with it.
     Products(Pool &shared, bool exact) : pool(shared), is_exact(exact), rooms(shared.num_threads()) {}
 
     // to[row, output] = product
@@ -28,9 +28,9 @@ class Products {
         });
     }
 
-    // use(row, block, products) for all blocks of `m`; the two of a pair come one after the other from one thread
+    // Calls use(row, block, products) for all blocks of `m`. One thread handles the two blocks of a pair, in order.
     template <class Use> void each(const Matrix &m, const float *x, int num, Use &&use) {
-        constexpr size_t PIECE = 1 << 16; // bytes of weights that one thread reads in one go
+        constexpr size_t PIECE = 1 << 16; // bytes of weights in one piece of work
         const Input input = interleaved(m, x, num);
         const size_t stride = block_bytes(m.kind, m.inputs);
         const int pairs = m.num_blocks / 2;
@@ -49,10 +49,10 @@ class Products {
   private:
     Pool &pool;
     const bool is_exact;
-    std::vector<std::vector<uint8_t>> rooms; // of each thread, for weights
-    std::vector<float> rows_beside;          // the input of a product, interleaved
+    std::vector<std::vector<uint8_t>> rooms; // each thread's memory for converted weights
+    std::vector<float> rows_beside;          // the interleaved input of a product
 
-    // The input of one product, its rows interleaved.
+    // The input of one product, with interleaved rows.
     struct Input {
         const float *floats;
         const uint32_t *pairs; // or null
@@ -75,7 +75,7 @@ class Products {
         return {rows_beside.data(), is_paired ? (uint32_t *)rows_beside.data() : nullptr, num};
     }
 
-    // Where many rows come, the weights are turned into what multiplies them best once for all.
+    // For many rows, the weights are first converted to the form that multiplies fastest.
     template <class W, class Use>
     static void multiply_block(const uint8_t *block, int inputs, Input x, std::vector<uint8_t> &room, Use &&use) {
 #if defined(__AVX512BF16__)
@@ -99,7 +99,7 @@ class Products {
         multiply_rows<Expanded<W>>(room.data(), inputs, x.floats, x.num, use);
     }
 
-    // Of the 16 products of a block, those that are outputs.
+    // Calls put(output, value) for those of a block's 16 products that are outputs.
     template <class Put> static void outputs(const Matrix &m, int block, Floats products, Put &&put) {
         const int first = block * LANES;
         if (first + LANES <= m.outputs) {

@@ -1,4 +1,4 @@
-// Vectors of 16 floats as the compiler has them, and functions of them. The same source serves every instruction set.
+// Vectors of 16 floats in the compiler's vector types, and functions of them. One source for every instruction set.
 
 #pragma once
 
@@ -46,7 +46,7 @@ inline Floats from_int8(const void *from) {
 #endif
 }
 
-inline uint16_t to_bfloat16(float value) { // to nearest, ties to even
+inline uint16_t to_bfloat16(float value) { // rounds to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
@@ -62,7 +62,7 @@ inline Floats from_half(const uint16_t *from) {
     return load<Floats>(out);
 #else
     Ints bits = __builtin_convertvector(load<Halves>(from), Ints);
-    Floats size = (Floats)((bits & 0x7fff) << 13) * 5.192296858534828e33f; // 2^112 puts the exponent right
+    Floats size = (Floats)((bits & 0x7fff) << 13) * 5.192296858534828e33f; // 2^112 corrects the exponent
     return (Floats)((Ints)size | ((bits & 0x8000) << 16));
 #endif
 }
@@ -71,14 +71,14 @@ inline Floats chosen(Ints where, Floats yes, Floats no) { return (Floats)((where
 
 inline Floats larger(Floats a, Floats b) { return chosen(a > b, a, b); }
 
-// e^x within 2 units in the last place; exactly 0 below -87.
+// e^x with an error of at most 2 units in the last place; exactly 0 below -87.
 inline Floats exponential(Floats x) {
     const Floats low = splat(-87.0f), high = splat(88.0f);
     const Floats bounded = chosen(x > high, high, larger(x, low));
     const Floats turns = bounded * 1.44269504f;
     const Ints power = __builtin_convertvector(turns + chosen(turns < 0.0f, splat(-0.5f), splat(0.5f)), Ints);
     const Floats whole = __builtin_convertvector(power, Floats);
-    const Floats rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f; // ln 2 in two parts
+    const Floats rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f; // ln 2, split into two parts
     Floats sum = splat(1.9875691500e-4f);
     for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         sum = sum * rest + next;
@@ -88,13 +88,13 @@ inline Floats exponential(Floats x) {
 
 inline float exponential(float x) { return exponential(splat(x))[0]; }
 
-// Where lane number `lane` of a first half comes from, in spans of 2 * W lanes: from `a`, or LANES further on from `b`.
+// The source of lane `lane` of a first half, in spans of 2 * W lanes: a lane of `a`, or LANES plus a lane of `b`.
 template <int W> constexpr int first_half(int lane) {
     const int span = lane / (2 * W) * (2 * W), at = lane % (2 * W);
     return at < W ? span + at : LANES + span + at - W;
 }
 
-// In every span of 2 * W lanes: the two halves of `a` added, beside the two halves of `b` added.
+// In every span of 2 * W lanes: the sum of the two halves of `a`, then the sum of the two halves of `b`.
 template <int W> inline Floats halved(Floats a, Floats b) {
     return [&]<int... L>(std::integer_sequence<int, L...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -107,7 +107,7 @@ template <int W> inline Floats halved(Floats a, Floats b) {
     }(std::make_integer_sequence<int, LANES>{});
 }
 
-// The sums of 16 vectors, in one.
+// The sums of 16 vectors, in one vector.
 inline Floats sums_of(Floats (&v)[LANES]) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)

@@ -1,5 +1,5 @@
-// Matrices in blocks of 16 outputs: for every input the 16 weights side by side, so that a vector holds 16 sums and
-// each sum runs over the inputs in one order, however many rows share the reading.
+// Matrices in blocks of 16 outputs: for every input, the 16 weights are side by side. A vector then holds 16 sums, and
+// each sum runs over the inputs in the same order, however many rows are multiplied together.
 
 #pragma once
 
@@ -7,17 +7,17 @@
 
 #include "vectors.h"
 
-constexpr int ROWS = 8;     // rows that share one reading of the weights
-constexpr int AHEAD = 2048; // bytes that are on their way from memory
+constexpr int ROWS = 8;     // rows that are multiplied while the weights are read once
+constexpr int AHEAD = 2048; // how many bytes ahead the weights are prefetched
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 struct Matrix {
-    const uint8_t *blocks; // an even number of them; what is beyond the outputs is zero
+    const uint8_t *blocks; // an even number of them; weights beyond the last output are zero
     int32_t num_blocks, inputs, kind, outputs;
 };
 
-// Each kind's GROUP inputs take BYTES and are turned into floats one input, that is one vector, at a time.
+// Each kind stores GROUP inputs in BYTES; they are converted to floats one input, that is one vector, at a time.
 
 struct Float32 {
     static constexpr int GROUP = 2;
@@ -60,7 +60,7 @@ inline size_t block_bytes(int kind, int inputs) {
     return bytes;
 }
 
-// The same weights as floats, for many rows to read from the cache: the scale of each output, then its group.
+// The same weights as floats, which many rows then read from the cache: the scales of the outputs, then their group.
 template <class W> struct Expanded {
     static constexpr int GROUP = W::GROUP;
     static constexpr bool IS_SCALED = W::IS_SCALED;
@@ -94,14 +94,14 @@ inline void read_output(const Matrix &m, int output, float *out) {
     });
 }
 
-// For every input the values of a tile's rows side by side.
+// Transpose a tile: for every input, the values of the rows side by side.
 inline void interleave(const float *x, int num, int inputs, float *out) {
     for (int n = 0; n < num; n++)
         for (int i = 0; i < inputs; i++)
             out[(size_t)i * num + n] = x[(size_t)n * inputs + i];
 }
 
-// act<rows in the tile>(first row), tile by tile.
+// Calls act<rows in the tile>(first row) for every tile.
 template <class Act> inline void in_tiles(int num, Act &&act) {
     int first = 0;
     for (; num - first >= ROWS; first += ROWS)
@@ -117,7 +117,7 @@ template <class Act> inline void in_tiles(int num, Act &&act) {
     }
 }
 
-// The N rows of the tile `x` times one block. Even and odd inputs are summed apart; scales come in group by group.
+// The N rows of the tile `x` times one block. Even and odd inputs are summed separately; scales apply to each group.
 template <class W, int N> inline void multiply(const uint8_t *block, int inputs, const float *x, Floats (&out)[N]) {
     Floats even[N] = {}, odd[N] = {}, sums[N] = {};
     for (int first = 0; first < inputs; first += W::GROUP, block += W::BYTES, x += W::GROUP * N) {
@@ -146,7 +146,7 @@ template <class W, int N> inline void multiply(const uint8_t *block, int inputs,
         out[n] = W::IS_SCALED ? sums[n] : even[n] + odd[n];
 }
 
-// use(row, products) for `num` interleaved rows and one block.
+// Calls use(row, products) for `num` interleaved rows and one block.
 template <class W, class Use>
 inline void multiply_rows(const uint8_t *block, int inputs, const float *x, int num, Use &&use) {
     in_tiles(num, [&]<int N>(int first) {

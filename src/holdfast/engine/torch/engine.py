@@ -1,4 +1,4 @@
-"""The engine protocol on PyTorch."""
+"""The engine on PyTorch, and what it shares with the CUDA engine: slabs that are torch tensors."""
 
 from collections.abc import Sequence
 
@@ -7,71 +7,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.engine.description import engine_info
-from holdfast.engine.interface import EngineInfo, KeysValues, Row
-from holdfast.engine.packing import pack
-from holdfast.engine.sampling import Pick, sample_rows
+from holdfast.engine.batch import pack
+from holdfast.engine.interface import Engine, EngineInfo, KeysValues, Row, engine_info
 from holdfast.engine.slab import Slab, SlabShape
-from holdfast.engine.torch.attention import SlabAttention, SlabTensors
-from holdfast.engine.torch.model import Decoder
-from holdfast.engine.torch.weights import TensorReader, load_weights, reader_for
-from holdfast.errors import InvalidArgument, NonFiniteLogits
-from holdfast.generation import Sampled
+from holdfast.engine.torch.decoder import SlabTensors, TorchDecoder, TorchSlabAttention
+from holdfast.engine.torch.weights import TensorReader, load_weights
+from holdfast.engine.weights import open_weights
+from holdfast.errors import InvalidArgument
 from holdfast.models import Architecture, ModelSource
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class TorchEngine:
-    """A decoder and its slabs on one device."""
+class TensorEngine(Engine):
+    """An engine whose slabs are torch tensors; a subclass adds the forward."""
 
-    def __init__(
-        self,
-        name: str,
-        arch: Architecture,
-        reader: TensorReader,
-        *,
-        digest: str,
-        num_slabs: int,
-        shape: SlabShape,
-        dtype: str = "float32",
-        device: str = "cpu",
-    ) -> None:
-        self._info = engine_info(name, arch, digest=digest, dtype=dtype, shape=shape)
-        self._device = torch.device(device)
-        self._shape = shape
-        self._num_slabs = num_slabs
-        self._decoder = Decoder(arch, load_weights(reader, arch, dtype=_DTYPES[dtype], device=self._device))
-        cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
-        self._slabs = SlabTensors(cells, _DTYPES[dtype], self._device)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def shape(self) -> SlabShape:
-        return self._shape
-
-    @property
-    def num_slabs(self) -> int:
-        return self._num_slabs
+    def __init__(self, info: EngineInfo, *, shape: SlabShape, num_slabs: int, device: torch.device) -> None:
+        super().__init__(info, shape=shape, num_slabs=num_slabs)
+        self._device = device
+        cells = (info.num_layers, num_slabs, info.num_kv_heads, shape.capacity, info.head_dim)
+        self._slabs = SlabTensors(cells, DTYPES[info.kv_dtype], device)
 
     @property
     def kv_reserved_bytes(self) -> int:
         return self._slabs.num_bytes
 
-    @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> Tensor:
-        packed = pack(rows)
-        return self._decoder.forward(packed, SlabAttention(self._slabs, packed.rows))
-
     def read_logits(self, logits: Tensor) -> NDArray[np.float32]:
         array: NDArray[np.float32] = logits.float().cpu().numpy()
         return array
-
-    def sample(self, logits: Tensor, picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
-        return sample_rows(self.read_logits(logits), picks)
 
     @torch.inference_mode()
     def copy_slab(self, source: Slab, target: Slab) -> None:
@@ -85,26 +48,55 @@ class TorchEngine:
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
         self._slabs.write(slab, positions, kv)
 
-    def is_fatal(self, error: Exception) -> bool:
-        return isinstance(error, torch.AcceleratorError)  # a CUDA context does not recover; running out of memory does
-
     @torch.inference_mode()
     def clear_slab(self, slab: Slab) -> None:
         self._slabs.clear(slab)
 
+    def is_fatal(self, error: Exception) -> bool:
+        return isinstance(error, torch.AcceleratorError)  # a CUDA context does not recover; running out of memory does
+
+
+class TorchEngine(TensorEngine):
+    """A decoder and its slabs on the CPU or on CUDA."""
+
+    def __init__(
+        self,
+        name: str,
+        arch: Architecture,
+        reader: TensorReader,
+        *,
+        digest: str,
+        num_slabs: int,
+        shape: SlabShape,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ) -> None:
+        info = engine_info(name, arch, digest=digest, dtype=dtype, shape=shape)
+        place = torch.device(device)
+        self._decoder = TorchDecoder(arch, load_weights(reader, arch, dtype=DTYPES[dtype], device=place))
+        super().__init__(info, shape=shape, num_slabs=num_slabs, device=place)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> Tensor:
+        packed = pack(rows)
+        return self._decoder.forward(packed, TorchSlabAttention(self._slabs, packed.rows))
+
+
+def require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise InvalidArgument("device cuda is not available: torch finds no CUDA device; use --device cpu")
+
 
 def load_engine(
-    source: ModelSource, *, num_slabs: int, shape: SlabShape, dtype: str = "float32", device: str = "auto"
+    source: ModelSource, *, num_slabs: int, shape: SlabShape, dtype: str = "float32", device: str = "cpu"
 ) -> TorchEngine:
-    """The engine for a model on disk. Blocks for seconds; `device` auto means CUDA where there is one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InvalidArgument("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    """The engine for a model on disk. Blocks for seconds."""
+    if device.startswith("cuda"):
+        require_cuda()
     return TorchEngine(
         source.name,
         source.architecture,
-        reader_for(source),
+        open_weights(source),
         digest=source.digest,
         num_slabs=num_slabs,
         shape=shape,

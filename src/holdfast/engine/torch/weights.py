@@ -1,81 +1,81 @@
-"""A decoder's tensors, fused the way the forward wants them, from any source that has names."""
+"""A decoder's tensors, fused as the forward wants them, from any source of named tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.weights import check_shape
 from holdfast.errors import ModelError
-from holdfast.models import Architecture, GGUFSource, HFSource, ModelSource
+from holdfast.models import Architecture
+
+M = TypeVar("M")  # how a matrix is held: as a tensor, or as what the CUDA kernels read
+N = TypeVar("N")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Generic[M]):
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: M  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qkv_bias: Tensor | None
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None
-    output: Tensor  # [hidden, heads * head_dim]
+    output: M  # [hidden, heads * head_dim]
     mlp_norm: Tensor
-    gate_up: Tensor  # [2 * mlp, hidden]
-    down: Tensor  # [hidden, mlp]
+    gate_up: M  # [2 * mlp, hidden]
+    down: M  # [hidden, mlp]
+
+    @property
+    def matrices(self) -> tuple[M, M, M, M]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def converted(self, convert: Callable[[M], N]) -> "LayerWeights[N]":
+        """The same layer with every matrix converted."""
+        return LayerWeights(
+            attention_norm=self.attention_norm,
+            qkv=convert(self.qkv),
+            qkv_bias=self.qkv_bias,
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+            output=convert(self.output),
+            mlp_norm=self.mlp_norm,
+            gate_up=convert(self.gate_up),
+            down=convert(self.down),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderWeights:
+class DecoderWeights(Generic[M]):
     embedding: Tensor  # [vocabulary, hidden]
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[M], ...]
     norm: Tensor
-    head: Tensor  # [vocabulary, hidden]; float32 where products cannot widen their result
+    head: M  # [vocabulary, hidden]
 
 
 class TensorReader(Protocol):
-    """Weights by their Hugging Face names."""
+    """Weights by their Hugging Face names: `WeightSource` gives numpy arrays, `StateDictReader` tensors."""
 
-    def read(self, name: str) -> Tensor: ...
-
-
-class GGUFReader:
-    def __init__(self, source: GGUFSource) -> None:
-        self._file = source.file
-
-    def read(self, name: str) -> Tensor:
-        return torch.from_numpy(self._file.tensor(name))
-
-
-class SafetensorsReader:
-    def __init__(self, source: HFSource) -> None:
-        if (source.read_json("config.json") or {}).get("quantization"):
-            raise ModelError(f"{source.path} is quantised for MLX; use --device mlx, or the model it was made from")
-        self._checkpoint = Checkpoint(source, "pt")
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._checkpoint.find(name)[1].get_tensor(name)
-        return tensor
+    def tensor(self, name: str) -> Tensor | NDArray[np.generic]: ...
 
 
 class StateDictReader:
-    """Weights already in memory; how tests bring small random models."""
+    """Weights that are already in memory, such as the small random models of the tests."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
 
-    def read(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
         if name not in self._state:
             raise ModelError(f"the state dict lacks the tensor {name}")
         return self._state[name]
 
 
-def reader_for(source: ModelSource) -> TensorReader:
-    return GGUFReader(source) if isinstance(source, GGUFSource) else SafetensorsReader(source)
-
-
 class WeightLoader:
-    """Reads parts of a decoder in `dtype` onto `device`; norms stay float32. A wrong shape is refused by name."""
+    """Reads parts of a decoder in `dtype` onto `device`; norms stay float32. Raises ModelError for a wrong shape."""
 
     def __init__(self, reader: TensorReader, arch: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
         self._reader = reader
@@ -93,7 +93,7 @@ class WeightLoader:
         name = "model.embed_tokens.weight" if self._arch.has_tied_embeddings else "lm_head.weight"
         return self._read(name, self._arch.vocab_size, self._arch.hidden_size, dtype=dtype)
 
-    def layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int) -> LayerWeights[Tensor]:
         arch, at = self._arch, f"model.layers.{index}"
         hidden, mlp, dim = arch.hidden_size, arch.mlp_size, arch.head_dim
         queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
@@ -119,19 +119,25 @@ class WeightLoader:
         return self._read(f"{name}.weight", size, dtype=torch.float32)
 
     def _read(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = self._reader.read(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        found = self._reader.tensor(name)
+        tensor = found if isinstance(found, Tensor) else _from_numpy(found)
+        check_shape(name, tuple(tensor.shape), shape)
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+
+def _from_numpy(array: NDArray[np.generic]) -> Tensor:
+    """The same memory as a tensor; bfloat16 comes as 16-bit integers."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
 def load_weights(
     reader: TensorReader, arch: Architecture, *, dtype: torch.dtype, device: torch.device
-) -> DecoderWeights:
+) -> DecoderWeights[Tensor]:
     """All weights of a decoder."""
     loader = WeightLoader(reader, arch, dtype=dtype, device=device)
     embedding = loader.embedding()
-    # A bfloat16 logit is off by up to a sixteenth; only CUDA's products give float32 from bfloat16.
+    # A bfloat16 logit is off by up to 1/16, and only CUDA multiplies bfloat16 into float32.
     head_dtype = dtype if device.type == "cuda" else torch.float32
     is_shared = arch.has_tied_embeddings and embedding.dtype == head_dtype
     return DecoderWeights(

@@ -1,23 +1,29 @@
-"""Attention over slabs under the window's mask, grouped heads sharing every key that is read.
+"""Attention over slabs under the window's mask; the heads of a group share every key that is read.
 
-Work comes in blocks of consecutive queries of one session. Keys are visited by absolute position, in tiles and splits
-whose borders are multiples of their size: whatever a query's neighbours are, its own keys are summed in one order.
-Sinks are looked at with a query of their own, so they are a split apart. A tile that a query does not see adds exactly
-nothing to it.
+A block is several consecutive queries of one session. Keys are visited by absolute position, in tiles and splits whose
+borders are multiples of their size: a query's keys are summed in the same order, whatever its neighbours are. Sinks
+have a query of their own, so they are in splits of their own. A tile that a query does not see adds exactly nothing.
 """
 
+import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.launching import power_of_two, take_turn
+from holdfast.engine.cuda.kernels.launch import overlapped, power_of_two, take_turn
 from holdfast.engine.cuda.kernels.softmax import attend, filled_places, fresh, split_of, store_part
+
+Pair = tuple[Tensor, Tensor]
+Places = tuple[Tensor, Tensor, Tensor]  # each token's position, slot and sink
+
+_MOST_BLOCKS = 128  # in one launch, which bounds the memory of partial results
 
 
 class AttentionTile(NamedTuple):
-    """Keys in one step, keys in one split (a multiple), and how it is compiled."""
+    """Keys in one step, keys in one split (a multiple of it), and compile options."""
 
     keys: int
     split: int
@@ -26,7 +32,7 @@ class AttentionTile(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of consecutive queries: the first token's index and the number of tokens, of at most `size`."""
+    """Blocks of consecutive queries: the index of the first token and the number of tokens, at most `size`."""
 
     firsts: Tensor
     counts: Tensor
@@ -34,11 +40,11 @@ class Blocks(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How many splits a block may need, and the places for their results: a split's place is fixed by its position."""
+    """How many splits a block may need, and the places for their results. A split's position decides its place."""
 
     num_sink: int
     num_recent: int
-    num_places: int  # a power of two; the last `num_sink` are for sinks
+    num_places: int  # a power of two; the last `num_sink` places are for sinks
 
     @classmethod
     def of(cls, max_pin: int, recent: int, most_queries: int, split: int) -> "Splits":
@@ -58,7 +64,7 @@ def _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent):
 @triton.jit
 def _rows_of(first, count, head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
              DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Where one block's rows of one group of heads lie, and which are there: [rows, dim], a token's heads together."""
+    """The offsets of one block's rows of one group of heads, and which exist: [rows, dim], token by token."""
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
     at = ((first + row // GROUP) * HEADS + head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
     return at, (row < count * GROUP)[:, None] & (dim < DIM)[None, :]
@@ -70,7 +76,7 @@ def _attend_block(
     scale, IS_SINK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Take a slab's keys of positions low..high, all sinks or none, into the running softmax of a block's queries."""
+    """Add a slab's keys of positions low..high, all sinks or none, to the running softmax of a block's queries."""
     at, is_live = _rows_of(first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
     query = tl.load(query_ptr + at, mask=is_live, other=0)
     positions = position + tl.arange(0, ROWS) // GROUP
@@ -215,3 +221,84 @@ def whole_attention(
         answer = (mixed / norm[:, None]).to(out_ptr.dtype.element_ty)
         out, is_live = _rows_of(first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
         tl.store(out_ptr + out, answer, mask=is_live)
+
+
+def attend_split(
+    queries: Pair, cache: Pair, places: Places, blocks: Blocks, splits: Splits, recent: int, tile: AttentionTile
+) -> Tensor:
+    """Attention [tokens, heads * dim] of queries [tokens, heads, dim], with a program for each split of the keys."""
+    query, keys = queries[0], cache[0]
+    num_tokens, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    out = torch.empty(num_tokens, heads * dim, dtype=query.dtype, device=query.device)
+    num_blocks = min(_MOST_BLOCKS, blocks.firsts.shape[0])
+    parts = new_parts((num_blocks, kv_heads, splits.num_places, blocks.size * group), dim, query.device)
+    sizes = {"SIZE": blocks.size} | head_sizes(heads, group, dim) | split_sizes(tile, splits)
+    for start in range(0, blocks.firsts.shape[0], num_blocks):
+        firsts, counts = blocks.firsts[start : start + num_blocks], blocks.counts[start : start + num_blocks]
+        split_attention[(splits.num_sink + splits.num_recent, kv_heads, firsts.shape[0])](
+            *queries,
+            *cache,
+            *places,
+            firsts,
+            counts,
+            *parts,
+            keys.shape[2],
+            recent,
+            score_scale(dim),
+            ROWS=power_of_two(blocks.size * group, 16),
+            KEYS=tile.keys,
+            **sizes,
+            **overlapped(tile.num_warps, tile.num_stages),
+        )
+        combine[(heads, blocks.size, firsts.shape[0])](
+            *parts, out, *places, firsts, counts, recent, **sizes, **overlapped(4)
+        )
+    return out
+
+
+def attend_whole(
+    queries: Pair, cache: Pair, places: Places, blocks: Blocks, recent: int, tile: AttentionTile
+) -> Tensor:
+    """The same result with all keys of a block in one program: for prompts, which have enough blocks."""
+    query, keys = queries[0], cache[0]
+    num_tokens, heads, dim = query.shape
+    group = heads // keys.shape[1]
+    out = torch.empty(num_tokens, heads * dim, dtype=query.dtype, device=query.device)
+    whole_attention[(keys.shape[1], blocks.firsts.shape[0])](
+        *queries,
+        *cache,
+        *places,
+        blocks.firsts,
+        blocks.counts,
+        out,
+        keys.shape[2],
+        recent,
+        score_scale(dim),
+        ROWS=power_of_two(blocks.size * group, 16),
+        KEYS=tile.keys,
+        **head_sizes(heads, group, dim),
+        **overlapped(tile.num_warps, tile.num_stages),
+    )
+    return out
+
+
+def new_parts(rows: tuple[int, int, int, int], dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the mixed values, top scores and norms of splits: rows are [blocks, kv_heads, places, queries]."""
+    mixed = torch.empty(*rows, dim, dtype=torch.float32, device=device)
+    top, norm = torch.empty(2, *rows, dtype=torch.float32, device=device)
+    return mixed, top, norm
+
+
+def head_sizes(heads: int, group: int, dim: int) -> dict[str, int]:
+    return {"HEADS": heads, "GROUP": group, "DIM": dim, "DIM_BLOCK": power_of_two(dim, 16)}
+
+
+def split_sizes(tile: AttentionTile, splits: Splits) -> dict[str, int]:
+    return {"SPLIT": tile.split, "NUM_SINK": splits.num_sink, "NUM_PLACES": splits.num_places}
+
+
+def score_scale(dim: int) -> float:
+    """1 / sqrt(dim), for scores that are exponents of two."""
+    return math.log2(math.e) / math.sqrt(dim)

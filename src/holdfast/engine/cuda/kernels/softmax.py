@@ -1,8 +1,8 @@
-"""Softmax over a slab's keys, taken in a tile at a time, in any number of parts that are added up afterwards.
+"""Softmax over a slab's keys, one tile at a time, in any number of parts that are combined afterwards.
 
-A running softmax is three values a row: the top score so far, the norm beside it, and the values mixed by it. A part
-is one that a split left in memory, at a place fixed by the split's position: the places are a ring for recent keys,
-the last `NUM_SINK` of them for sinks.
+A running softmax has three values per row: the top score so far, the sum of the weights relative to it (norm), and the
+values weighted by them (mixed). A part is the running softmax of one split, stored at a place that the split's position
+decides: the places are a ring for recent keys, the last `NUM_SINK` of them are for sinks.
 """
 
 import triton
@@ -11,14 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def fresh(ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """A running softmax that has seen nothing: top, norm and mixed."""
+    """An empty running softmax: top, norm and mixed."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM_BLOCK), tl.float32)
 
 
 @triton.jit
 def absorb(query, k, v, is_seen, top, norm, mixed, scale):
-    """Take a tile of keys and values into a running softmax; what is not seen adds exactly nothing."""
+    """Add a tile of keys and values to a running softmax. Keys that are not seen add exactly nothing."""
     scores = tl.where(is_seen, tl.dot(query, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -31,7 +31,7 @@ def absorb(query, k, v, is_seen, top, norm, mixed, scale):
 
 @triton.jit
 def absorb_one(query, k, v, top, norm, mixed, scale):
-    """Take one key and its value, which every row sees, into a running softmax."""
+    """Add one key and its value, which every row sees, to a running softmax."""
     score = tl.sum(query.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
     new_top = tl.maximum(top, score)
     fade, weight = tl.exp2(top - new_top), tl.exp2(score - new_top)
@@ -42,13 +42,13 @@ def absorb_one(query, k, v, top, norm, mixed, scale):
 
 @triton.jit
 def cell_of(position, sink, capacity):
-    """Where a slab keeps a position: sinks lie first, the others in a ring behind them."""
+    """The cell of a position: sinks come first, the others share a ring behind them."""
     return tl.where(position < sink, position, sink + (position - sink) % (capacity - sink))
 
 
 @triton.jit
 def ring_at(start, sink, capacity, KEYS: tl.constexpr):
-    """The ring's size, and the place in it of a tile's first position, which may lie before the ring's first."""
+    """The ring's size, and the ring index of a tile's first position, which may be before the first in the ring."""
     ring = (capacity - sink).to(tl.int32)
     return ring, ((start - sink + ring.to(tl.int64) * KEYS) % ring).to(tl.int32)
 
@@ -58,7 +58,7 @@ def attend(
     query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
     IS_SINK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys of positions low..high into a running softmax."""
+    """Add the keys of positions low..high to a running softmax."""
     start = low // KEYS * KEYS
     num = (high - start).to(tl.int32)
     dim = tl.arange(0, DIM_BLOCK)
@@ -86,7 +86,7 @@ def attend(
 def store_part(
     top_ptr, norm_ptr, mixed_ptr, at, is_row, top, norm, mixed, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Leave a running softmax in rows `at`, for whoever adds the parts up."""
+    """Store a running softmax in rows `at`, to be combined with the other parts."""
     dim = tl.arange(0, DIM_BLOCK)
     tl.store(top_ptr + at, top, mask=is_row)
     tl.store(norm_ptr + at, norm, mask=is_row)
@@ -95,7 +95,7 @@ def store_part(
 
 @triton.jit
 def split_of(split, begin, end, sink, SPLIT: tl.constexpr, NUM_SINK: tl.constexpr, NUM_PLACES: tl.constexpr):
-    """The positions low..high of a split's keys, and the place of its part; sinks' splits come first."""
+    """The positions low..high of a split's keys, and the place of its part. Splits of sinks come first."""
     NUM_RING: tl.constexpr = NUM_PLACES - NUM_SINK
     is_sink = split < NUM_SINK
     number = begin // SPLIT + split - NUM_SINK
@@ -107,7 +107,7 @@ def split_of(split, begin, end, sink, SPLIT: tl.constexpr, NUM_SINK: tl.constexp
 
 @triton.jit
 def filled_places(begin, end, sink, SPLIT: tl.constexpr, NUM_SINK: tl.constexpr, NUM_PLACES: tl.constexpr):
-    """Which places hold a part of queries that end before `end` and see recent keys from `begin` on."""
+    """Which places hold a part, for queries that end before `end` and see recent keys from `begin` on."""
     NUM_RING: tl.constexpr = NUM_PLACES - NUM_SINK
     place = tl.arange(0, NUM_PLACES)
     lowest = begin // SPLIT

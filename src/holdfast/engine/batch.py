@@ -1,6 +1,6 @@
-"""One forward in plain numbers: where its tokens are packed, which cells each row writes and reads, what is masked.
+"""One forward in plain numbers: how its tokens are packed, which cells each row writes and reads, what is masked.
 
-Knows slabs and windows, no tensors: every implementation of the engine carries out the same plan.
+Knows slabs and windows, no tensors: the torch and MLX engines carry out the same plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ from holdfast.engine.interface import Row
 from holdfast.engine.slab import Slab
 
 
-class Place(NamedTuple):
-    """Consecutive items of something packed, and the consecutive cells they belong in."""
+class CellSlice(NamedTuple):
+    """Consecutive items of packed content, and the consecutive cells that hold them."""
 
     packed: slice
     cells: slice
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive cells that hold consecutive positions, all looked at with one query rotation."""
+    """Consecutive cells with consecutive positions that queries of one rotation attend to."""
 
     cells: slice
     first_position: int
@@ -39,25 +39,25 @@ class RowPlan:
     """What one row does in every layer."""
 
     slot: int
-    packed: slice  # its tokens among the packed ones
-    writes: tuple[Place, ...]
+    packed: slice  # its tokens in the batch
+    writes: tuple[CellSlice, ...]
     reads: tuple[Stretch, ...]
-    mask: NDArray[np.bool_] | None  # [queries, keys] True where a query may not look; None where all may
+    mask: NDArray[np.bool_] | None  # [queries, keys], True where a query must not attend; None: nothing is masked
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The tokens of all rows, one after the other, and what is to be done with them."""
+    """The tokens of all rows, one after the other, and the plan of each row."""
 
     tokens: list[int]
-    positions: list[int]  # rotate keys, and the queries that look at recent keys
-    sink_positions: list[int]  # rotate the queries that look at sink keys
+    positions: list[int]  # rotary positions of keys, and of queries for recent keys
+    sink_positions: list[int]  # rotary positions of queries for sink keys
     wanted: list[int]  # indices of the tokens whose logits are wanted
     rows: list[RowPlan]
 
 
 def pack(rows: Sequence[Row]) -> Packed:
-    """The plan of one forward over `rows`, whose cells are already declared."""
+    """The plan of one forward over `rows`. Their slabs have already declared the write."""
     packed = Packed([], [], [], [], [])
     for slab, tokens, num_logits in rows:
         written = range(slab.length, slab.length + len(tokens))
@@ -69,11 +69,11 @@ def pack(rows: Sequence[Row]) -> Packed:
     return packed
 
 
-def places(slab: Slab, positions: Sequence[range], start: int = 0) -> Iterator[Place]:
-    """Where `positions` live, for content that holds them in order from index `start` on."""
+def places(slab: Slab, positions: Sequence[range], start: int = 0) -> Iterator[CellSlice]:
+    """The cells of `positions`, for content that holds them in order from index `start` on."""
     for part in positions:
         for run in slab.runs(part):
-            yield Place(slice(start, start + len(run)), slice(run.start, run.stop))
+            yield CellSlice(slice(start, start + len(run)), slice(run.start, run.stop))
             start += len(run)
 
 
@@ -89,9 +89,9 @@ def _plan(slab: Slab, written: range, start: int) -> RowPlan:
 
 
 def _stretches(slab: Slab, written: range) -> Iterator[Stretch]:
-    """The cells that at least one query of `written` sees, each position once."""
+    """The cells that at least one query of `written` attends to, each position once."""
     window = slab.window
-    if written.stop <= window.size:  # nothing has slid yet: cells are positions, and both rotations agree
+    if written.stop <= window.size:  # nothing is dropped yet: cells are positions, and both rotations are the same
         yield Stretch(slice(0, written.stop), 0, is_sink=False)
         return
     if window.sink:
@@ -108,3 +108,16 @@ def _mask(slab: Slab, written: range, reads: Sequence[Stretch]) -> NDArray[np.bo
     keys = np.concatenate([np.arange(read.positions.start, read.positions.stop) for read in reads])
     hidden: NDArray[np.bool_] = (keys > queries) | ((keys >= window.sink) & (keys <= queries - window.recent))
     return hidden if hidden.any() else None
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin of the rotary angles: [tokens, 1, head_dim / 2] each."""
+
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+
+
+def rotary_tables(inverse_frequencies: Sequence[float], positions: Sequence[int]) -> RotaryTables:
+    """Computed on the host: devices may lack float64, and float32 angles are off by 0.016 at position 1,000,000."""
+    angles = np.asarray(positions, np.float64)[:, None, None] * np.asarray(inverse_frequencies, np.float64)
+    return RotaryTables(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))

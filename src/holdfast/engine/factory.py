@@ -1,4 +1,4 @@
-"""Builds the embedded engine from its settings."""
+"""Builds the engine and its worker from the settings: which device, which dtype, who drafts tokens."""
 
 import dataclasses
 import importlib.util
@@ -9,8 +9,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine import native
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
-from holdfast.engine.speculative import NGram, Proposer, Speculator
-from holdfast.engine.speculative.draft_model import DraftModel
+from holdfast.engine.speculation import DraftModel, NGram, Proposer, Speculator
 from holdfast.engine.window import Window
 from holdfast.engine.worker import OnStep, Worker, ignore_step
 from holdfast.errors import ConfigError
@@ -21,7 +20,7 @@ def build_engine(source: ModelSource, config: EngineConfig) -> Engine:
     """Load the model and reserve its slabs. Blocks for seconds."""
     if config.sink > config.max_pin:
         raise ConfigError(f"sink {config.sink} is more than max_pin {config.max_pin}; raise --max-pin or lower --sink")
-    Window(sink=config.sink, recent=config.recent)
+    Window(sink=config.sink, recent=config.recent)  # raises InvalidArgument where they do not fit together
     shape = slab_shape(config)
     if config.device == "mlx" or (config.device == "auto" and _is_apple_silicon() and _has_mlx()):
         return _on_mlx(source, config, shape)
@@ -41,19 +40,19 @@ def slab_shape(config: EngineConfig) -> SlabShape:
 
 
 def resolved_dtype(asked: str, arch: Architecture, device: str) -> str:
-    """What `--dtype` comes to for a model on cpu, cuda or mlx."""
+    """The dtype that `--dtype` means for a model on cpu, cuda or mlx."""
     if asked != "auto":
         return asked
     return "int8" if device == "cpu" and is_native(arch, "int8") else "bfloat16"
 
 
 def is_native(arch: Architecture, dtype: str) -> bool:
-    """Whether the CPU computes such a model in native code."""
+    """Whether the native engine runs such a model on the CPU."""
     return native.is_available() and native.fits(arch, dtype)
 
 
 def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
-    """In native code; where that was not built, or lacks something, on torch."""
+    """The native engine; torch where it was not built or cannot compute the model."""
     dtype = resolved_dtype(config.dtype, source.architecture, "cpu")
     if is_native(source.architecture, dtype):
         return native.load_engine(
@@ -64,29 +63,24 @@ def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
             deterministic=config.deterministic,
             num_threads=config.threads,
         )
-    if dtype == "int8" or config.deterministic:
-        wish = "dtype int8" if dtype == "int8" else "--deterministic"
-        raise ConfigError(f"on this CPU {wish} needs the native engine: install a C++ compiler, then holdfast again")
+    if setting := _special_setting(dtype, config):
+        raise ConfigError(
+            f"on this CPU {setting} needs the native engine; install a C++ compiler and reinstall holdfast"
+        )
     return _on_torch(source, config, shape, dtype=dtype, device="cpu")
 
 
 def _on_cuda(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
-    """With Triton's kernels; on torch alone where Triton is not installed."""
+    """The engine with Triton kernels; torch where Triton is not installed."""
     dtype = resolved_dtype(config.dtype, source.architecture, "cuda")
     if importlib.util.find_spec("triton") and _has_cuda():
         from holdfast.engine.cuda import load_engine
 
         return load_engine(
-            source,
-            num_slabs=config.sessions,
-            shape=shape,
-            dtype=dtype,
-            device="cuda",
-            deterministic=config.deterministic,
+            source, num_slabs=config.sessions, shape=shape, dtype=dtype, deterministic=config.deterministic
         )
-    if dtype == "int8" or config.deterministic:
-        wish = "dtype int8" if dtype == "int8" else "--deterministic"
-        raise ConfigError(f"on CUDA {wish} needs Triton: pip install triton")
+    if setting := _special_setting(dtype, config):
+        raise ConfigError(f"on CUDA {setting} needs Triton: pip install triton")
     return _on_torch(source, config, shape, dtype=dtype, device="cuda")
 
 
@@ -100,9 +94,8 @@ def _on_torch(source: ModelSource, config: EngineConfig, shape: SlabShape, *, dt
 
 
 def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
-    if config.dtype == "int8" or config.deterministic:
-        wish = "dtype int8" if config.dtype == "int8" else "--deterministic"
-        raise ConfigError(f"device mlx has no {wish}; use --device cpu for it")
+    if setting := _special_setting(config.dtype, config):
+        raise ConfigError(f"device mlx does not support {setting}; use --device cpu")
     try:
         from holdfast.engine.mlx import load_engine
     except ImportError as exc:
@@ -111,8 +104,15 @@ def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
     return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=dtype)
 
 
+def _special_setting(dtype: str, config: EngineConfig) -> str | None:
+    """The setting that only the native and the Triton engine support, if there is one."""
+    if dtype == "int8":
+        return "dtype int8"
+    return "--deterministic" if config.deterministic else None
+
+
 def _has_cuda() -> bool:
-    """Asked only where torch is installed: loading it takes a second that the native engine does not need."""
+    """Imports torch only where there may be a device: the native engine does not need that second."""
     if importlib.util.find_spec("torch") is None or not any(Path("/dev").glob("nvidia[0-9]*")):
         return False
     import torch
@@ -129,7 +129,7 @@ def _has_mlx() -> bool:
 
 
 def build_speculator(engine: Engine, config: EngineConfig) -> Speculator | None:
-    """Who drafts for `engine`, as configured; None: nobody."""
+    """The configured source of drafts for `engine`; None: no speculation."""
     proposer: Proposer
     wanted = config.proposer
     if wanted == "auto":
@@ -138,7 +138,7 @@ def build_speculator(engine: Engine, config: EngineConfig) -> Speculator | None:
         return None
     if wanted == "draft_model":
         if not config.draft_model:
-            raise ConfigError("--proposer draft_model needs --draft-model, a smaller model of the same vocabulary")
+            raise ConfigError("--proposer draft_model needs --draft-model, a smaller model with the same vocabulary")
         small = dataclasses.replace(config, max_pin=min(config.max_pin, 4), rewind_tokens=0, dtype="auto")
         proposer = DraftModel(build_engine(open_model(config.draft_model), small), vocab_size=engine.info.vocab_size)
     else:

@@ -1,14 +1,14 @@
 """Sampling on the device: the same draws as `sampling.py` makes on the host, from the same noise, in float64.
 
-Three small kernels over chunks of the vocabulary: what the logits are like, the best candidate of each chunk, and
-the winner, which becomes the row's next token without the host knowing.
+Three small kernels over chunks of the vocabulary: statistics of the logits, the best candidate of each chunk, and the
+winner, which becomes the row's next token without the host.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.engine.cuda.kernels.launching import blocks, overlapped, power_of_two, take_turn
+from holdfast.engine.cuda.kernels.launch import blocks, overlapped, power_of_two, take_turn
 from holdfast.engine.sampling import ROUNDING
 
 CHUNK = 4096
@@ -32,7 +32,7 @@ def _survey(logits_ptr, top_ptr, sum_ptr, odd_ptr, V, CHUNK: tl.constexpr, NUM_C
 
 @triton.jit
 def _noise(seed, position, choice, token):
-    """Gumbel noise of `noise.py`: four neighbouring tokens share one Philox block."""
+    """The Gumbel noise of `sampling.py`: four neighbouring tokens share one Philox block."""
     block = (token >> 2).to(tl.uint32)
     zero = block * 0
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -141,11 +141,11 @@ def draw(
     sequence: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
 ) -> None:
-    """One token a row from logits [rows, vocabulary]; `candidates` are the logits with what is filtered out at -inf.
+    """One token per row from logits [rows, vocabulary]; `candidates` are the logits with -inf for excluded tokens.
 
     params: [rows, (seed, position, choice)] and [rows, (temperature, log of min_p)]. sequence: the rows' next token,
-    its position, and the steps done; all three go on by one, as do the draw positions.
-    out: [steps, rows, (token, logprob, sampling logprob, number of odd logits)].
+    its position, and the number of steps done; all three advance by one step, as do the positions in `params`.
+    out: [steps, rows, (token, logprob, sampling logprob, number of logits that are not finite)].
     """
     num_rows, vocabulary = logits.shape
     tops, sums, odd, best, winner, mass = scratch

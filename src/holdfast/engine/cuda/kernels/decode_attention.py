@@ -1,14 +1,28 @@
-"""One token a row: head norms, rotations, the write into the slab, attention and its combination, in one kernel.
+"""Attention of one token per row in one kernel: head norms, rotations, the write into the slab, and the combination.
 
-Each program owns a split of one session's keys. Those of earlier steps it may fetch before its turn; the new key
-is worked out by the program whose split it belongs to, which also writes it. The last program of a group of heads
-to finish adds the splits up.
+Each program owns one split of a session's keys. It may load the keys of earlier steps before its turn. The program
+whose split contains the new key also computes and writes it. The last program of a group of heads to finish adds up
+the splits.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from holdfast.engine.cuda.kernels.launching import take_turn
+from holdfast.engine.cuda.kernels.attention import (
+    AttentionTile,
+    Pair,
+    Places,
+    Splits,
+    head_sizes,
+    new_parts,
+    score_scale,
+    split_sizes,
+)
+from holdfast.engine.cuda.kernels.launch import overlapped, power_of_two, take_turn
 from holdfast.engine.cuda.kernels.softmax import (
     absorb,
     absorb_one,
@@ -22,9 +36,18 @@ from holdfast.engine.cuda.kernels.softmax import (
 )
 
 
+class DecodeSettings(NamedTuple):
+    """The parameters of single-token attention, beside its tensors."""
+
+    recent: int
+    epsilon: float
+    tile: AttentionTile
+    splits: Splits
+
+
 @triton.jit
 def _num_splits(position, begin, sink, SPLIT: tl.constexpr):
-    """How many splits have keys that a token at `position` sees."""
+    """The number of splits with keys that a token at `position` sees."""
     num_recent = position // SPLIT - begin // SPLIT + 1
     return tl.where(position < sink, 0, num_recent) + (tl.minimum(sink, position + 1) + SPLIT - 1) // SPLIT
 
@@ -32,7 +55,7 @@ def _num_splits(position, begin, sink, SPLIT: tl.constexpr):
 @triton.jit
 def _fetched(keys_ptr, values_ptr, slab, low, high, is_live, is_sink, sink, capacity, DIM: tl.constexpr,
              DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """A split's keys and values, [keys, dim] each, and which of them lie in low..high; `slab` is its first cell."""
+    """A split's keys and values, [keys, dim] each, and which of them are in low..high; `slab` is the first cell."""
     dim, offset = tl.arange(0, DIM_BLOCK), tl.arange(0, KEYS)
     start = low // KEYS * KEYS
     key = start + offset
@@ -49,7 +72,7 @@ def _streamed(
     query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, is_sink, sink, capacity, recent, scale,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Take a split's keys into a running softmax, several tiles one after the other."""
+    """Add a split's keys to a running softmax, tile by tile."""
     if is_sink:
         top, norm, mixed = attend(
             query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
@@ -65,7 +88,7 @@ def _streamed(
 
 @triton.jit
 def _rotation(rotations_ptr, row, side, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """What a vector and its partner are multiplied by, [dim] each; `side` chooses among a token's tables."""
+    """The factors of a vector and of its partner, [dim] each; `side` selects one of a token's two tables."""
     HALF: tl.constexpr = DIM // 2
     dim = tl.arange(0, DIM_BLOCK)
     at = rotations_ptr + row * 4 * HALF + dim % HALF + side
@@ -76,13 +99,13 @@ def _rotation(rotations_ptr, row, side, DIM: tl.constexpr, DIM_BLOCK: tl.constex
 
 @triton.jit
 def _partner(dim, DIM: tl.constexpr):
-    """What a rotation mixes a dimension with."""
+    """The dimension that a rotation mixes with `dim`."""
     return (dim + DIM // 2) % DIM
 
 
 @triton.jit
 def _raw(qkv_ptr, bias_ptr, token, head, dim, is_live, HAS_BIAS: tl.constexpr):
-    """Dimensions `dim` of the heads that begin at `head`, as the product left them, with their bias."""
+    """Dimensions `dim` of the heads that begin at `head`: the product plus its bias."""
     raw = tl.load(qkv_ptr + (token + head + dim), mask=is_live, other=0).to(tl.float32)
     if HAS_BIAS:
         raw += tl.load(bias_ptr + (head + dim), mask=is_live, other=0)
@@ -91,7 +114,7 @@ def _raw(qkv_ptr, bias_ptr, token, head, dim, is_live, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _write(keys_ptr, values_ptr, at, key, value, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Put a new key and its value into the cell that begins at `at`; returns them as they are read from there."""
+    """Write a new key and value into the cell that begins at `at`; returns them as rounded there."""
     dim = tl.arange(0, DIM_BLOCK)
     key, value = key.to(keys_ptr.dtype.element_ty), value.to(values_ptr.dtype.element_ty)
     tl.store(keys_ptr + at + dim, key, mask=dim < DIM)
@@ -102,7 +125,7 @@ def _write(keys_ptr, values_ptr, at, key, value, DIM: tl.constexpr, DIM_BLOCK: t
 @triton.jit
 def _turned_queries(q, partner, weight_ptr, cos, sin, epsilon, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
                     HAS_NORM: tl.constexpr):  # fmt: skip
-    """Queries [rows, dim] after their norm and rotation."""
+    """Queries [rows, dim], normalised and rotated."""
     if HAS_NORM:
         dim = tl.arange(0, DIM_BLOCK)
         scale = 1 / tl.sqrt(tl.sum(q * q, axis=1) / DIM + epsilon)
@@ -114,7 +137,7 @@ def _turned_queries(q, partner, weight_ptr, cos, sin, epsilon, DIM: tl.constexpr
 @triton.jit
 def _turned_key(k, partner, weight_ptr, rotations_ptr, row, epsilon, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
                 HAS_NORM: tl.constexpr):  # fmt: skip
-    """A row's new key [dim] after its norm and rotation."""
+    """A row's new key [dim], normalised and rotated."""
     if HAS_NORM:
         dim = tl.arange(0, DIM_BLOCK)
         scale = 1 / tl.sqrt(tl.sum(k * k, axis=0) / DIM + epsilon)
@@ -129,7 +152,7 @@ def _add_up(
     top_ptr, norm_ptr, mixed_ptr, out_ptr, group, is_filled, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
-    """From the parts of one group of heads to its answers. Other programs wrote them: they are read past the L1."""
+    """Combine the parts of one group of heads. Other programs wrote them, so the loads bypass the L1 cache."""
     place, member, dim = tl.arange(0, NUM_PLACES), tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
     is_member, is_dim = member < GROUP, dim < DIM
     is_part = is_filled[:, None] & is_member[None, :]
@@ -165,12 +188,12 @@ def decode_attention(
     low, high, place = split_of(split, begin, position + 1, sink, SPLIT, NUM_SINK, NUM_PLACES)
     is_live = (slot >= 0) & (low < high)
     slab = (slot * KV_HEADS + head) * capacity
-    old = tl.minimum(high, position)  # keys below are in the slab; the one at `position` is new
+    old = tl.minimum(high, position)  # keys below this are in the slab; the one at `position` is new
     if KEYS == SPLIT:
         k, v, is_old = _fetched(
             keys_ptr, values_ptr, slab, low, old, is_live, is_sink, sink, capacity, DIM, DIM_BLOCK, KEYS
         )
-    side = tl.where(is_sink, DIM, 0)  # sinks are looked at from another position
+    side = tl.where(is_sink, DIM, 0)  # queries have another rotation for sinks
     cos, sin = _rotation(rotations_ptr, row, side, DIM, DIM_BLOCK)
     take_turn()
     if is_live:
@@ -195,7 +218,7 @@ def decode_attention(
                 query, top, norm, mixed, keys_ptr + slab * DIM, values_ptr + slab * DIM, low, old,
                 position + member * 0, is_sink, sink, capacity, recent, scale, DIM, DIM_BLOCK, KEYS,
             )  # fmt: skip
-        if high > position:  # the new key is this program's
+        if high > position:  # this program's split contains the new key
             key = _turned_key(new_key, key_partner, key_norm_ptr, rotations_ptr, row, epsilon, DIM, DIM_BLOCK, HAS_NORM)
             cell = (slab + cell_of(position, sink, capacity)) * DIM
             key, value = _write(keys_ptr, values_ptr, cell, key, new_value, DIM, DIM_BLOCK)
@@ -212,3 +235,49 @@ def decode_attention(
             _add_up(
                 top_ptr, norm_ptr, mixed_ptr, out_ptr, group, is_filled, GROUP, DIM, DIM_BLOCK, GROUP_BLOCK, NUM_PLACES
             )
+
+
+def attend_decoded(
+    qkv: Tensor,
+    bias: Tensor | None,
+    norms: Pair | None,
+    rotations: Tensor,
+    places: Places,
+    cache: Pair,
+    done: Tensor,
+    settings: DecodeSettings,
+) -> Tensor:
+    """Attention [rows, heads * dim] of one token per row. Writes the tokens' keys and values into the slabs.
+
+    qkv: [rows, (heads + 2 kv_heads) * dim]. done: zeros, one for each row and group of heads; left as zeros.
+    """
+    keys = cache[0]
+    num_rows, (kv_heads, capacity, dim) = qkv.shape[0], keys.shape[1:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    group, tile, splits = heads // kv_heads, settings.tile, settings.splits
+    out = torch.empty(num_rows, heads * dim, dtype=keys.dtype, device=qkv.device)
+    parts = new_parts((num_rows, kv_heads, splits.num_places, group), dim, qkv.device)
+    decode_attention[(splits.num_sink + splits.num_recent, kv_heads, num_rows)](
+        qkv,
+        qkv if bias is None else bias,
+        *(norms or (qkv, qkv)),
+        rotations,
+        *places,
+        *cache,
+        *parts,
+        done,
+        out,
+        capacity,
+        settings.recent,
+        score_scale(dim),
+        settings.epsilon,
+        GROUP_BLOCK=power_of_two(group),
+        ROWS=power_of_two(group, 16),
+        KEYS=tile.keys,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norms is not None,
+        **head_sizes(heads, group, dim),
+        **split_sizes(tile, splits),
+        **overlapped(tile.num_warps, tile.num_stages),
+    )
+    return out

@@ -1,5 +1,5 @@
-// One token from one row of logits: the best one, or the one that wins with keyed noise. What sampling.py says in
-// numpy, for the parameters that need neither penalties nor filters.
+// Draws one token from one row of logits: the best one, or the best one after adding noise. The same draws as those of
+// sampling.py, for parameters without penalties and filters.
 
 #pragma once
 
@@ -14,14 +14,14 @@ struct Drawn {
 typedef uint64_t Longs __attribute__((vector_size(64)));
 
 constexpr double LEAD = 3;
-constexpr int SPAN = 32; // tokens whose noise is made together: eight blocks of four
+constexpr int SPAN = 32; // tokens whose noise is computed together: eight blocks of four
 
-// Philox4x32-10, keyed as noise.py says: four neighbouring tokens share a block.
+// Philox4x32-10 with the keys of sampling.py: four neighbouring tokens share a block.
 struct Noise {
     uint64_t seed, position;
     uint32_t choice;
 
-    // 23 random bits for each of the tokens from `first` on, a multiple of SPAN.
+    // 23 random bits for each of the SPAN tokens from `first` on, which is a multiple of SPAN.
     void bits(int first, uint32_t (&out)[SPAN]) const {
         constexpr uint64_t LOW = 0xffffffff;
         Longs c0, c1 = Longs{} + (position & LOW), c2 = Longs{} + (position >> 32), c3 = Longs{} + choice;
@@ -46,7 +46,7 @@ struct Noise {
     static double gumbel(uint32_t bits) { return -std::log(-std::log((bits + 0.5) * 0x1p-23)); }
 };
 
-inline int best_of(const float *logits, int size) { // the first of equal ones
+inline int best_of(const float *logits, int size) { // of equal ones, the first
     Floats tops = splat(logits[0]);
     int i = 0;
     for (; i + LANES <= size; i += LANES)
@@ -58,9 +58,9 @@ inline int best_of(const float *logits, int size) { // the first of equal ones
     return found == logits + size ? 0 : (int)(found - logits); // nothing equals nan
 }
 
-// The sum of e^((logit - top) / temperature); not finite where a logit is not.
+// The sum of e^((logit - top) / temperature). Not finite if a logit is not finite.
 inline double mass_of(const float *logits, int size, float top, float temperature) {
-    constexpr int PART = 64 * LANES; // floats add up so far without losing much
+    constexpr int PART = 64 * LANES; // so many floats add up without much loss of precision
     double mass = 0;
     int i = 0;
     while (i + LANES <= size) {
@@ -77,12 +77,12 @@ inline double mass_of(const float *logits, int size, float top, float temperatur
     return mass;
 }
 
-// Who has the highest scaled logit plus noise; of equal ones, the first.
+// The token with the highest scaled logit plus noise; of equal ones, the first.
 inline int race(const float *logits, int size, float top, double temperature, const Noise &noise) {
     uint32_t bits[SPAN];
     int winner = -1;
     double score = -INFINITY;
-    const auto run = [&](float from, float to, uint32_t least) { // from <= logit < to, and not less than these bits
+    const auto run = [&](float from, float to, uint32_t least) { // logits in [from, to) with bits >= least
         for (int first = 0; first < size; first += SPAN) {
             noise.bits(first, bits);
             for (int i = first; i < std::min(first + SPAN, size); i++) {
@@ -96,10 +96,10 @@ inline int race(const float *logits, int size, float top, double temperature, co
             }
         }
     };
-    // The likely ones first: they set a score that the others need rare noise to beat.
+    // Likely tokens first: the others need rare noise to beat the best of them, so few have to be computed.
     const float likely = (float)(top - LEAD * temperature);
     run(likely, INFINITY, 0);
-    const double rare = std::exp(-std::exp(-(score + LEAD))) * 0x1p23 - 4; // with room for rounding
+    const double rare = std::exp(-std::exp(-(score + LEAD))) * 0x1p23 - 4; // minus a margin for rounding
     run(-INFINITY, likely, rare > 0 ? (uint32_t)rare : 0);
     return winner;
 }

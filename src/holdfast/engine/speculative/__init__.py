@@ -1,7 +1,0 @@
-"""Speculation: drafts that the engine verifies in one forward. What is sampled decides, a draft only saves time."""
-
-from holdfast.engine.speculative.ngram import NGram
-from holdfast.engine.speculative.proposer import Ask, Draft, Proposer
-from holdfast.engine.speculative.speculator import Speculator
-
-__all__ = ["Ask", "Draft", "NGram", "Proposer", "Speculator"]
