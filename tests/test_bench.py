@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from holdfast.bench import overhead, responsiveness
 from holdfast.bench import page as drawing
-from holdfast.bench.canned import Script
-from holdfast.bench.checking import problem
-from holdfast.bench.compare import cautions, compare, verdict
+from holdfast.bench.canned_upstream import Script
+from holdfast.bench.comparison import cautions, compare, verdict
 from holdfast.bench.gates import Gate, all_right, control, median_at_least, median_at_most, percentile_at_most
 from holdfast.bench.load import QUESTION
-from holdfast.bench.measure import median, percentile, summarize, thinned
 from holdfast.bench.page import Chart, page, plot
 from holdfast.bench.processes import ProcessFailed, started
-from holdfast.bench.recording import Recording
+from holdfast.bench.record_check import problem
 from holdfast.bench.report import Figure, Report, encode, read, write
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Output, Scenario, command_of, run
-from holdfast.bench.stages import stage_of
+from holdfast.bench.stage_clock import stage_of
+from holdfast.bench.summary import median, percentile, summarize, thinned
 from holdfast.bench.wire import first_message, request, response
 from holdfast.cli import main
 from holdfast.errors import ConfigError, InvalidArgument
@@ -98,17 +98,17 @@ def test_a_control_must_fail_and_must_be_measured() -> None:
 
 
 def _measured(lane_ms: float, inline_ms: float, *, num_wrong: int = 0) -> Report:
-    recording = Recording("responsiveness", "holdfast bench responsiveness", {})
+    results = Results("responsiveness", "holdfast bench responsiveness", {})
     for mode, value in (("inline", inline_ms), ("lane", lane_ms), ("threads", inline_ms)):
-        recording.extend(f"{mode}/health_ms", "ms", [value] * 20)
-        recording.extend(f"{mode}/answered", "", [20.0])
-        recording.extend(f"{mode}/wrong", "", [float(num_wrong)])
-        recording.extend(f"{mode}/records_wrong", "", [0.0])
-        recording.figure(f"{mode}/health_p95", "ms", value, "lower")
-        recording.figure(f"{mode}/chats_per_s", "1/s", 100.0, "higher")
-    recording.ratio("lane:inline/health_p95", "lane/health_p95", "inline/health_p95", "lower")
-    recording.close()
-    return recording.report
+        results.extend(f"{mode}/health_ms", "ms", [value] * 20)
+        results.extend(f"{mode}/answered", "", [20.0])
+        results.extend(f"{mode}/wrong", "", [float(num_wrong)])
+        results.extend(f"{mode}/records_wrong", "", [0.0])
+        results.figure(f"{mode}/health_p95", "ms", value, "lower")
+        results.figure(f"{mode}/chats_per_s", "1/s", 100.0, "higher")
+    results.ratio("lane:inline/health_p95", "lane/health_p95", "inline/health_p95", "lower")
+    results.close()
+    return results.report
 
 
 def _failed(report: Report) -> set[str]:
@@ -125,12 +125,12 @@ def test_responsiveness_is_judged_by_the_lane_with_inline_as_its_control() -> No
 
 @pytest.mark.parametrize(("share", "is_cheap"), [(0.96, True), (0.94, False)])
 def test_a_journal_that_costs_more_than_5_percent_is_found_out(share: float, is_cheap: bool) -> None:
-    recording = Recording("overhead", "holdfast bench overhead", {})
+    results = Results("overhead", "holdfast bench overhead", {})
     for _ in range(3):
-        recording.figure("served/turns_per_s", "1/s", 500.0)
-        recording.figure("journaled/turns_per_s", "1/s", 500.0 * share)
-        recording.ratio("journaled:served/turns_per_s", "journaled/turns_per_s", "served/turns_per_s", "higher")
-    gates = {gate.name: gate.passed for gate in overhead.judge(recording.report)}
+        results.figure("served/turns_per_s", "1/s", 500.0)
+        results.figure("journaled/turns_per_s", "1/s", 500.0 * share)
+        results.ratio("journaled:served/turns_per_s", "journaled/turns_per_s", "served/turns_per_s", "higher")
+    gates = {gate.name: gate.passed for gate in overhead.judge(results.report)}
     assert gates["journaling_costs_less_than_5_percent"] is is_cheap
 
 
@@ -244,12 +244,12 @@ def test_reports_are_compared_with_a_word_of_caution(tmp_path: Path, capsys: pyt
 # The runner
 
 
-def _scenario(measure: Callable[[Any, Recording], None]) -> tuple[Scenario, Any]:
-    settings = responsiveness.Settings(rounds=2)
+def _scenario(measure: Callable[[Any, Results], None]) -> tuple[Scenario, Any]:
+    settings = responsiveness.ResponsivenessSettings(rounds=2)
     scenario = Scenario(
         name="tried",
         about="nothing",
-        settings=responsiveness.Settings,
+        settings=responsiveness.ResponsivenessSettings,
         quick={"seconds": 1.5},
         num_rounds=lambda settings: settings.rounds,
         measure=measure,
@@ -259,23 +259,23 @@ def _scenario(measure: Callable[[Any, Recording], None]) -> tuple[Scenario, Any]
     return scenario, settings
 
 
-def _one_round(settings: Any, recording: Recording) -> None:
-    recording.step("round 1")
-    recording.figure("speed", "1/s", 2.0, "higher")
-    recording.on_round()
+def _one_round(settings: Any, results: Results) -> None:
+    results.step("round 1")
+    results.figure("speed", "1/s", 2.0, "higher")
+    results.on_round()
 
 
 def test_a_gate_that_fails_fails_the_run(tmp_path: Path) -> None:
     scenario, settings = _scenario(_one_round)
     assert run(scenario, settings, Output(tmp_path)) == 0
-    slow, _ = _scenario(lambda settings, recording: recording.figure("speed", "1/s", 0.5))
+    slow, _ = _scenario(lambda settings, results: results.figure("speed", "1/s", 0.5))
     assert run(slow, settings, Output(tmp_path / "slow", str(tmp_path / "copy.json"))) == 1
     assert not read(tmp_path / "copy.json").passed
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(settings: Any, recording: Recording) -> None:
-        _one_round(settings, recording)
+    def interrupted(settings: Any, results: Results) -> None:
+        _one_round(settings, results)
         (checkpoint,) = (read(file) for file in tmp_path.glob("*.json"))
         assert (checkpoint.is_partial, checkpoint.values("speed")) == (True, [2.0])
         raise KeyboardInterrupt
@@ -293,8 +293,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_an_error_is_raised_once_all_is_saved(tmp_path: Path) -> None:
-    def broken(settings: Any, recording: Recording) -> None:
-        _one_round(settings, recording)
+    def broken(settings: Any, results: Results) -> None:
+        _one_round(settings, results)
         raise ProcessFailed("gone")
 
     scenario, settings = _scenario(broken)
@@ -356,7 +356,7 @@ def test_stages_are_told_apart_by_file() -> None:
 
 
 def test_a_process_that_dies_says_why() -> None:
-    with started("canned", "not JSON") as child, pytest.raises(ProcessFailed, match="JSON is malformed"):
+    with started("canned_upstream", "not JSON") as child, pytest.raises(ProcessFailed, match="JSON is malformed"):
         child.read(str, timeout_s=60)
 
 

@@ -11,8 +11,8 @@ import aiohttp
 import grpc
 import msgspec
 
-from holdfast.bench.acknowledged import ChatTurn, Comparison, Token, TokenTurn, compare_chat, compare_tokens
-from holdfast.bench.served import Served
+from holdfast.bench.server_process import ServerAddress
+from holdfast.bench.turn_comparison import ChatExchange, Comparison, Token, TokenTurn, compare_chat, compare_tokens
 from holdfast.errors import HoldfastError
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
@@ -23,28 +23,28 @@ _APPEND_EVERY = 4
 _BROKEN_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
-class Gone(HoldfastError):
+class ServerGone(HoldfastError):
     """The server went away in the middle."""
 
 
-class Refused(HoldfastError):
+class UnexpectedResponse(HoldfastError):
     """The server answered, and not as it should."""
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class ServerClients:
     http: aiohttp.ClientSession
     stub: Any
 
 
 @contextlib.asynccontextmanager
-async def doors_of(served: Served) -> AsyncIterator[Doors]:
+async def connected(served: ServerAddress) -> AsyncIterator[ServerClients]:
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with (
         aiohttp.ClientSession(served.http, timeout=timeout) as http,
         grpc.aio.insecure_channel(served.grpc) as channel,
     ):
-        yield Doors(http, rpc.RuntimeServiceStub(channel))  # type: ignore[no-untyped-call]
+        yield ServerClients(http, rpc.RuntimeServiceStub(channel))  # type: ignore[no-untyped-call]
 
 
 class Agent(ABC):
@@ -64,26 +64,26 @@ class Agent(ABC):
     @abstractmethod
     def is_waiting(self) -> bool: ...
 
-    async def turn(self, doors: Doors) -> None:
-        """One more turn, in a session that is opened where there is none yet. Raises Gone or Refused."""
+    async def turn(self, doors: ServerClients) -> None:
+        """One more turn; opens a session first if there is none. Raises ServerGone or UnexpectedResponse."""
         with _translated():
             if not self.session_id:
                 self.session_id = await self._open(doors)
             await self._turn(doors)
 
-    async def compare(self, doors: Doors) -> Comparison:
-        """What is on record beside what was acknowledged. Raises Gone or Refused."""
+    async def compare(self, doors: ServerClients) -> Comparison:
+        """What is on record beside what was acknowledged. Raises ServerGone or UnexpectedResponse."""
         with _translated():
             return await self._compare(doors)
 
     @abstractmethod
-    async def _open(self, doors: Doors) -> str: ...
+    async def _open(self, doors: ServerClients) -> str: ...
 
     @abstractmethod
-    async def _turn(self, doors: Doors) -> None: ...
+    async def _turn(self, doors: ServerClients) -> None: ...
 
     @abstractmethod
-    async def _compare(self, doors: Doors) -> Comparison: ...
+    async def _compare(self, doors: ServerClients) -> Comparison: ...
 
 
 class ChatAgent(Agent):
@@ -91,8 +91,8 @@ class ChatAgent(Agent):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._turns: list[ChatTurn] = []
-        self._in_flight: ChatTurn | None = None
+        self._turns: list[ChatExchange] = []
+        self._in_flight: ChatExchange | None = None
 
     @property
     def num_turns(self) -> int:
@@ -102,18 +102,18 @@ class ChatAgent(Agent):
     def is_waiting(self) -> bool:
         return self._in_flight is not None
 
-    async def _open(self, doors: Doors) -> str:
+    async def _open(self, doors: ServerClients) -> str:
         status, _, content = await _ask(doors, "POST", "/sessions", b"{}")
         return str(_json_of(status, content)["session_id"])
 
-    async def _turn(self, doors: Doors) -> None:
+    async def _turn(self, doors: ServerClients) -> None:
         if self._in_flight is None:
-            self._in_flight = ChatTurn(f"Question {self.num_turns}, {self._random.getrandbits(32):08x}?")
+            self._in_flight = ChatExchange(f"Question {self.num_turns}, {self._random.getrandbits(32):08x}?")
         reply, _ = await self._chat(doors, self.num_turns, self._in_flight.question)
-        self._turns.append(ChatTurn(self._in_flight.question, reply))
+        self._turns.append(ChatExchange(self._in_flight.question, reply))
         self._in_flight = None
 
-    async def _compare(self, doors: Doors) -> Comparison:
+    async def _compare(self, doors: ServerClients) -> Comparison:
         base = f"/sessions/{self.session_id}"
         shown = _json_of(*(await _ask(doors, "GET", base))[::2])
         samples = _json_of(*(await _ask(doors, "POST", f"{base}/samples", b'{"format": "json"}'))[::2])
@@ -125,7 +125,7 @@ class ChatAgent(Agent):
                 return Comparison(num_turns=self.num_turns, num_altered=1, problem="the last reply comes back changed")
         return found
 
-    async def _chat(self, doors: Doors, number: int, question: str) -> tuple[bytes, bool]:
+    async def _chat(self, doors: ServerClients, number: int, question: str) -> tuple[bytes, bool]:
         """The reply to the turn `number`, counted from 0, and whether the server says that it has sent it before."""
         messages = []
         for turn in self._turns[:number]:
@@ -159,10 +159,10 @@ class TokenAgent(Agent):
     def is_waiting(self) -> bool:
         return self._in_flight is not None
 
-    async def _open(self, doors: Doors) -> str:
+    async def _open(self, doors: ServerClients) -> str:
         return str((await doors.stub.CreateSession(pb.CreateSessionRequest())).session_id)
 
-    async def _turn(self, doors: Doors) -> None:
+    async def _turn(self, doors: ServerClients) -> None:
         given = tuple(self._random.choices(_IDS, k=8))
         length = sum(len(turn.tokens) for turn in self._turns)
         self._in_flight = TokenTurn(given)
@@ -184,9 +184,9 @@ class TokenAgent(Agent):
                 token = Token(event.token.token_id, event.token.logprob, event.token.sampling_logprob)
                 assert self._in_flight is not None
                 self._in_flight = TokenTurn(given, (*self._in_flight.sampled, token))
-        raise Refused("a stream ended without done")
+        raise UnexpectedResponse("a stream ended without done")
 
-    async def _compare(self, doors: Doors) -> Comparison:
+    async def _compare(self, doors: ServerClients) -> Comparison:
         stored: list[Token] = []
         async for chunk in doors.stub.GetHistory(pb.GetHistoryRequest(session_id=self.session_id)):
             if chunk.kind == pb.SPAN_KIND_SAMPLED:
@@ -209,7 +209,7 @@ class TokenAgent(Agent):
 
 
 async def _ask(
-    doors: Doors, method: str, path: str, body: bytes | None = None, *, key: str = ""
+    doors: ServerClients, method: str, path: str, body: bytes | None = None, *, key: str = ""
 ) -> tuple[int, Any, bytes]:
     headers = {"content-type": "application/json"} if body is not None else {}
     headers |= {"idempotency-key": key} if key else {}
@@ -219,7 +219,7 @@ async def _ask(
 
 def _json_of(status: int, content: bytes) -> dict[str, Any]:
     if status != 200:
-        raise Refused(f"status {status}: {content[:300]!r}")
+        raise UnexpectedResponse(f"status {status}: {content[:300]!r}")
     decoded: dict[str, Any] = msgspec.json.decode(content)
     return decoded
 
@@ -229,8 +229,8 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as exc:
-        raise Gone(f"{type(exc).__name__}: {exc}") from exc
+        raise ServerGone(f"{type(exc).__name__}: {exc}") from exc
     except grpc.aio.AioRpcError as exc:
         if exc.code() in _BROKEN_OFF and not exc.trailing_metadata():  # which every answer of the server's has
-            raise Gone(str(exc.details())) from exc
-        raise Refused(f"{exc.code().name}: {exc.details()}") from exc
+            raise ServerGone(str(exc.details())) from exc
+        raise UnexpectedResponse(f"{exc.code().name}: {exc.details()}") from exc

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from holdfast.bench.agents import Doors, doors_of
+from holdfast.bench.agents import ServerClients, connected
 from holdfast.bench.gates import Gate, all_right, faster, none_missing, percentile_at_most, within_budget
-from holdfast.bench.measure import median
 from holdfast.bench.page import Chart
 from holdfast.bench.processes import resident_bytes
-from holdfast.bench.recording import Recording
 from holdfast.bench.report import Report
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Scenario
-from holdfast.bench.served import Served, serving
+from holdfast.bench.server_process import ServerAddress, serving
+from holdfast.bench.summary import median
 from holdfast.config import DEFAULT_MODEL, option
 from holdfast.errors import ConfigError
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
@@ -39,7 +39,7 @@ _WOKEN = 'holdfast_session_woken_total{how="'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class CapacitySettings:
     sessions: int = option(2000, "sessions", least=2)
     tokens: int = option(300, "tokens in each at the beginning", least=1)
     slabs: int = option(4, "slabs of the server", least=2)
@@ -60,21 +60,21 @@ class Settings:
         return self.snapshot_mb - self.disk_mb
 
 
-def measure(settings: Settings, recording: Recording) -> None:
-    recording.step("starting the server")
+def measure(settings: CapacitySettings, results: Results) -> None:
+    results.step("starting the server")
     with tempfile.TemporaryDirectory(prefix="holdfast-capacity-") as folder:
         sizes = {"sessions": settings.slabs, "recent": settings.recent, "max-pin": 64, "rewind-tokens": 64}
         sizes |= {"snapshot-memory-mb": settings.memory_mb, "snapshot-disk-mb": settings.disk_mb}
         sizes |= {"max-parked": settings.sessions}
         flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
         with serving(settings.model, *flags, "--dtype", settings.dtype, "--data-dir", folder) as served:
-            asyncio.run(_run(settings, recording, served, Path(folder)))
+            asyncio.run(_run(settings, results, served, Path(folder)))
 
 
-async def _run(settings: Settings, recording: Recording, served: Served, folder: Path) -> None:
-    async with doors_of(served) as doors:
+async def _run(settings: CapacitySettings, results: Results, served: ServerAddress, folder: Path) -> None:
+    async with connected(served) as doors:
         model = await doors.stub.GetModelInfo(pb.GetModelInfoRequest())
-        await _Run(settings, recording, doors, _Watched(served.pid, folder), model.vocabulary_size).run()
+        await _CapacityRun(settings, results, doors, _Watched(served.pid, folder), model.vocabulary_size).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,17 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _Session:
+class _FilledSession:
     id: str
     length: int
 
 
-class _Run:
+class _CapacityRun:
     def __init__(
-        self, settings: Settings, recording: Recording, doors: Doors, watched: "_Watched", vocab_size: int
+        self, settings: CapacitySettings, results: Results, doors: ServerClients, watched: "_Watched", vocab_size: int
     ) -> None:
         self._settings = settings
-        self._recording = recording
+        self._results = results
         self._doors = doors
         self._watched = watched
         self._vocab_size = vocab_size
@@ -104,25 +104,25 @@ class _Run:
         self._num_done = self._num_saved = 0
 
     async def run(self) -> None:
-        self._recording.step("warming up")
+        self._results.step("warming up")
         first = [await self._open() for _ in range(self._settings.slabs)]
         for session in first:
             await self._turn(session)
         self._watch("base_rss")
         info = await self._info(first[-1])
-        self._recording.figure("slab", "MiB", info.kv_reserved_bytes / _MIB)
-        self._recording.figure("snapshot", "MiB", info.kv_live_bytes / _MIB)
+        self._results.figure("slab", "MiB", info.kv_reserved_bytes / _MIB)
+        self._results.figure("snapshot", "MiB", info.kv_live_bytes / _MIB)
         sessions = first + await self._fill(self._settings.sessions - len(first))
         self._watch_disk()
         await self._wake(sessions)
         await self._all_slabs(sessions[-self._settings.slabs :])
         self._sum_up()
 
-    async def _fill(self, num: int) -> list[_Session]:
+    async def _fill(self, num: int) -> list[_FilledSession]:
         """Some at a time: a slab that is at work cannot be had."""
         free = asyncio.Semaphore(max(1, self._settings.slabs // 2))
 
-        async def fill() -> _Session:
+        async def fill() -> _FilledSession:
             async with free:
                 session = await self._open()
                 await self._turn(session)
@@ -133,10 +133,10 @@ class _Run:
         started = time.perf_counter()
         sessions = await asyncio.gather(*(fill() for _ in range(num)))
         seconds = time.perf_counter() - started
-        self._recording.figure("opened_per_s", "1/s", num / seconds, "higher")
+        self._results.figure("opened_per_s", "1/s", num / seconds, "higher")
         return sessions
 
-    async def _wake(self, sessions: Sequence[_Session]) -> None:
+    async def _wake(self, sessions: Sequence[_FilledSession]) -> None:
         before = await self._woken()
         for number, session in enumerate(_from_both_ends(sessions), 1):
             took = await self._turn(session)
@@ -149,37 +149,37 @@ class _Run:
             self._watch("rss")
             self._advance(f"waking, {number} of {len(sessions)}")
 
-    async def _all_slabs(self, sessions: Sequence[_Session]) -> None:
+    async def _all_slabs(self, sessions: Sequence[_FilledSession]) -> None:
         """All of them at work at once."""
         for session in sessions:
             await self._turn(session)
         for _ in range(3):
             took = await asyncio.gather(*(self._turn(session) for session in sessions))
-            self._recording.extend("active/turn_ms", "ms", [turn_ms for turn_ms, _ in took])
+            self._results.extend("active/turn_ms", "ms", [turn_ms for turn_ms, _ in took])
 
     def _record(self, how: str, took: tuple[float, float]) -> None:
-        self._recording.extend(f"{how}/turn_ms", "ms", [took[0]])
-        self._recording.extend(f"{how}/first_token_ms", "ms", [took[1]])
+        self._results.extend(f"{how}/turn_ms", "ms", [took[0]])
+        self._results.extend(f"{how}/first_token_ms", "ms", [took[1]])
 
     def _sum_up(self) -> None:
         for name in (*(f"{how}/{kind}" for how in HOWS for kind in ("turn_ms", "first_token_ms")), "active/turn_ms"):
-            if values := self._recording.report.values(name):
-                self._recording.figure(f"{name}_p50", "ms", median(values), "lower")
+            if values := self._results.report.values(name):
+                self._results.figure(f"{name}_p50", "ms", median(values), "lower")
         for how in ("snapshot", "recomputed"):
-            num = len(self._recording.report.values(f"{how}/turn_ms"))
-            self._recording.figure(f"{how}/woken", "sessions", num)
-            if num and (live := self._recording.report.values("live/turn_ms")):
-                own = median(self._recording.report.values(f"{how}/turn_ms")) - median(live)
-                self._recording.figure(f"{how}/wake_ms", "ms", own, "lower")
-        rss = self._recording.report.values("rss")
-        self._recording.figure("rss_most", "MiB", max(rss), "lower")
+            num = len(self._results.report.values(f"{how}/turn_ms"))
+            self._results.figure(f"{how}/woken", "sessions", num)
+            if num and (live := self._results.report.values("live/turn_ms")):
+                own = median(self._results.report.values(f"{how}/turn_ms")) - median(live)
+                self._results.figure(f"{how}/wake_ms", "ms", own, "lower")
+        rss = self._results.report.values("rss")
+        self._results.figure("rss_most", "MiB", max(rss), "lower")
 
-    async def _open(self) -> _Session:
+    async def _open(self) -> _FilledSession:
         tokens = self._random.choices(range(100, self._vocab_size), k=self._settings.tokens)
         made = await self._doors.stub.CreateSession(pb.CreateSessionRequest(token_ids=tokens))
-        return _Session(made.session_id, made.history_length)
+        return _FilledSession(made.session_id, made.history_length)
 
-    async def _turn(self, session: _Session) -> tuple[float, float]:
+    async def _turn(self, session: _FilledSession) -> tuple[float, float]:
         """Milliseconds of the turn, and to its first token. What is not answered as it should is counted."""
         given = self._random.choices(range(100, self._vocab_size), k=_GIVEN)
         options = pb.SamplingOptions(temperature=1.0, seed=session.length)
@@ -195,10 +195,10 @@ class _Run:
                 length = event.done.history_length
         turn_s = time.perf_counter() - started
         session.length += _GIVEN + num_tokens
-        self._recording.extend("wrong", "", [float(not num_tokens or length != session.length)])
+        self._results.extend("wrong", "", [float(not num_tokens or length != session.length)])
         return turn_s * 1000, first_s * 1000
 
-    async def _info(self, session: _Session) -> Any:
+    async def _info(self, session: _FilledSession) -> Any:
         return await self._doors.stub.GetSessionInfo(pb.GetSessionInfoRequest(session_id=session.id))
 
     async def _woken(self) -> dict[str, float]:
@@ -212,23 +212,23 @@ class _Run:
         return found
 
     def _watch(self, name: str) -> None:
-        self._recording.extend(name, "MiB", [resident_bytes(self._watched.pid) / _MIB])
+        self._results.extend(name, "MiB", [resident_bytes(self._watched.pid) / _MIB])
 
     def _watch_disk(self) -> None:
         with os.scandir(self._watched.folder / "snapshots") as files:
             size = sum(file.stat().st_size for file in files)
-        self._recording.extend("disk", "MiB", [size / _MIB])
-        self._recording.figure("snapshots_on_disk", "MiB", size / _MIB)
+        self._results.extend("disk", "MiB", [size / _MIB])
+        self._results.figure("snapshots_on_disk", "MiB", size / _MIB)
 
     def _advance(self, what: str) -> None:
         self._num_done += 1
-        self._recording.step(what)
+        self._results.step(what)
         if self._num_done * _CHECKPOINTS // (2 * self._settings.sessions) > self._num_saved:
             self._num_saved += 1
-            self._recording.on_round()
+            self._results.on_round()
 
 
-def _from_both_ends(sessions: Sequence[_Session]) -> Iterator[_Session]:
+def _from_both_ends(sessions: Sequence[_FilledSession]) -> Iterator[_FilledSession]:
     """The last, the first, the last but one, the second, and so on."""
     for number in range(len(sessions)):
         yield sessions[number // 2] if number % 2 else sessions[-1 - number // 2]
@@ -252,7 +252,7 @@ def judge(report: Report) -> list[Gate]:
     ]
 
 
-def charts(settings: Settings) -> list[Chart]:
+def charts(settings: CapacitySettings) -> list[Chart]:
     return [
         Chart("a turn on a session", "distribution", tuple(f"{how}/turn_ms" for how in HOWS), "ms", is_log=True),
         Chart("memory of the server", "course", ("rss",), "MiB"),
@@ -263,7 +263,7 @@ def charts(settings: Settings) -> list[Chart]:
 SCENARIO = Scenario(
     name="capacity",
     about="many parked sessions on a few slabs: all answer, memory stays within its budget, and what waking costs",
-    settings=Settings,
+    settings=CapacitySettings,
     quick={"sessions": 24, "tokens": 200, "slabs": 2, "snapshot_mb": 60, "disk_mb": 30, "live_every": 2},
     num_rounds=lambda settings: _CHECKPOINTS,
     measure=measure,

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.bench import llama_peer
-from holdfast.bench.computing import Order, Setup
+from holdfast.bench.contestant import EngineSetup, EngineTask
 from holdfast.bench.processes import Child, ProcessFailed
 from holdfast.errors import ConfigError
 from holdfast.models import GGUFSource, open_model
@@ -57,11 +57,11 @@ def find_peers(python: str, model: str, folder: Path) -> Peers:
 
 
 @contextlib.contextmanager
-def contesting(ours: dict[str, Setup], peers: Peers, context: int) -> Iterator[dict[str, Child]]:
+def contesting(ours: dict[str, EngineSetup], peers: Peers, context: int) -> Iterator[dict[str, Child]]:
     """All of them, loaded and waiting for orders."""
     threads = str(len(os.sched_getaffinity(0)))
     commands = {
-        name: [sys.executable, "-m", "holdfast.bench.computing", msgspec.json.encode(setup).decode()]
+        name: [sys.executable, "-m", "holdfast.bench.contestant", msgspec.json.encode(setup).decode()]
         for name, setup in ours.items()
     }
     for name, path in peers.files.items():
@@ -87,7 +87,7 @@ def _child(name: str, command: list[str]) -> Iterator[Child]:
         child.close()
 
 
-def seconds(child: Child, order: Order) -> float:
+def seconds(child: Child, order: EngineTask) -> float:
     return child.ask(order, float, timeout_s=_ORDER_S)
 
 

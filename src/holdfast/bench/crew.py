@@ -7,8 +7,8 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.bench.agents import Agent, Doors, Gone, Refused, doors_of
-from holdfast.bench.served import Server
+from holdfast.bench.agents import Agent, ServerClients, ServerGone, UnexpectedResponse, connected
+from holdfast.bench.server_process import ServerProcess
 from holdfast.errors import HoldfastError
 
 _RETIRED_CHECKED = 3
@@ -16,7 +16,7 @@ _CHECKED_AT_ONCE = 8
 
 
 @dataclass(slots=True, kw_only=True)
-class Checked:
+class CheckResult:
     """What one look at sessions found. `num_stuck`: their next turn was refused."""
 
     num_sessions: int = 0
@@ -34,7 +34,7 @@ class Life:
     start_s: float
     num_turns: int
     in_flight: int
-    checked: Checked
+    checked: CheckResult
     refused: tuple[str, ...]
 
 
@@ -74,7 +74,7 @@ class Crew:
                 for task in working:
                     task.cancel()
         pairs = zip(ends, early, strict=True)
-        refused = [str(end) for end, is_early in pairs if is_early or not isinstance(end, Gone)]
+        refused = [str(end) for end, is_early in pairs if is_early or not isinstance(end, ServerGone)]
         return Life(
             start_s=start_s,
             num_turns=self.num_turns - before,
@@ -85,29 +85,29 @@ class Crew:
 
     async def die_at_start(self, most_s: float) -> None:
         """Kill the server while it starts: what it reads, or repairs, it finds again."""
-        server = Server(*self._flags)
+        server = ServerProcess(*self._flags)
         try:
             await asyncio.sleep(self._random.uniform(0, most_s))
         finally:
             server.kill()
 
-    async def last_look(self) -> tuple[Checked, int]:
+    async def last_look(self) -> tuple[CheckResult, int]:
         """Every session there ever was, and one more turn on each; then stop the server: its exit code."""
         async with self._started() as (server, doors, _):
             checked = await self._check([*self._active, *self._retired], doors)
             return checked, await asyncio.to_thread(server.stop)
 
     @contextlib.asynccontextmanager
-    async def _started(self) -> AsyncIterator[tuple[Server, Doors, float]]:
-        server = Server(*self._flags)
+    async def _started(self) -> AsyncIterator[tuple[ServerProcess, ServerClients, float]]:
+        server = ServerProcess(*self._flags)
         try:
             served, start_s = await asyncio.to_thread(server.wait_until_served)
-            async with doors_of(served) as doors:
+            async with connected(served) as doors:
                 yield server, doors, start_s
         finally:
             server.kill()
 
-    async def _work(self, place: int, doors: Doors) -> None:
+    async def _work(self, place: int, doors: ServerClients) -> None:
         """Turn after turn, until the server is gone."""
         while True:
             agent = self._active[place]
@@ -116,8 +116,8 @@ class Crew:
                 agent = self._active[place] = next(self._recruits)
             await agent.turn(doors)
 
-    async def _check(self, agents: Sequence[Agent], doors: Doors) -> Checked:
-        checked = Checked()
+    async def _check(self, agents: Sequence[Agent], doors: ServerClients) -> CheckResult:
+        checked = CheckResult()
         places = asyncio.Semaphore(_CHECKED_AT_ONCE)
 
         async def look(agent: Agent) -> None:
@@ -127,12 +127,12 @@ class Crew:
         await asyncio.gather(*(look(agent) for agent in agents if agent.session_id))
         return checked
 
-    async def _look(self, agent: Agent, doors: Doors, checked: Checked) -> None:
+    async def _look(self, agent: Agent, doors: ServerClients, checked: CheckResult) -> None:
         """Compare one session with what was acknowledged, then take its next turn."""
         checked.num_sessions += 1
         try:
             found = await agent.compare(doors)
-        except Refused as exc:
+        except UnexpectedResponse as exc:
             checked.num_turns += agent.num_turns
             checked.num_lost += max(1, agent.num_turns)
             self._give_up(agent, f"it cannot be read: {exc}", checked)
@@ -149,7 +149,7 @@ class Crew:
             checked.num_stuck += 1
             self._give_up(agent, f"its next turn: {exc}", checked)
 
-    def _give_up(self, agent: Agent, problem: str, checked: Checked) -> None:
+    def _give_up(self, agent: Agent, problem: str, checked: CheckResult) -> None:
         checked.problems.append(f"session {agent.session_id}: {problem}")
         self._broken.append(agent)
         if agent in self._active:

@@ -8,15 +8,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.bench.computing import Order, Setup
+from holdfast.bench.contestant import EngineSetup, EngineTask
 from holdfast.bench.contestants import NO_PEERS, contesting, find_peers, seconds, what_runs
 from holdfast.bench.divergence import divergence
 from holdfast.bench.gates import Gate, median_at_least
-from holdfast.bench.hammering import hammered_share
+from holdfast.bench.hammer import hammered_share
 from holdfast.bench.page import Chart
 from holdfast.bench.processes import Child
-from holdfast.bench.recording import Recording
 from holdfast.bench.report import Report
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Scenario
 from holdfast.config import DEFAULT_MODEL, option
 
@@ -25,7 +25,7 @@ _DTYPES = ("int8", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DecodeSettings:
     tokens: int = option(48, "tokens that each contestant decodes in its turn", least=1)
     history: int = option(512, "tokens before them", least=1)
     long: int = option(4096, "and in a long history; 0: not tried")
@@ -35,71 +35,71 @@ class Settings:
     hammer_s: float = option(8.0, "how long a client hammers the HTTP door while a stream decodes; 0: not tried")
 
 
-def measure(settings: Settings, recording: Recording) -> None:
+def measure(settings: DecodeSettings, results: Results) -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        recording.step("loading")
+        results.step("loading")
         peers = find_peers(settings.llama_python, settings.model, folder)
         if peers.files:
-            recording.report.versions["llama_cpp"] = what_runs(peers)
+            results.report.versions["llama_cpp"] = what_runs(peers)
         else:
-            recording.report.notes.append(NO_PEERS)
-        ours = {dtype: Setup(dtype, model=settings.model) for dtype in _DTYPES}
+            results.report.notes.append(NO_PEERS)
+        ours = {dtype: EngineSetup(dtype, model=settings.model) for dtype in _DTYPES}
         longest = max(settings.history, settings.long) + settings.tokens + 8
         children = stack.enter_context(contesting(ours, peers, longest))
         for name, child in children.items():
-            recording.step(f"warming up {name}")
-            seconds(child, Order("decode", settings.tokens, settings.history))
+            results.step(f"warming up {name}")
+            seconds(child, EngineTask("decode", settings.tokens, settings.history))
         for index in range(settings.rounds):
-            recording.step(f"round {index + 1}")
-            _round(settings, children, recording)
-            recording.on_round()
+            results.step(f"round {index + 1}")
+            _round(settings, children, results)
+            results.on_round()
     if settings.long:
-        _long(settings, recording)
-    recording.step("divergence")
+        _long(settings, results)
+    results.step("divergence")
     for dtype, value in divergence(settings.model, _DTYPES).items():
-        recording.figure(f"kl_{dtype}", "nats", value, "lower")
+        results.figure(f"kl_{dtype}", "nats", value, "lower")
     if settings.hammer_s:
-        recording.step("a client hammers the HTTP door")
+        results.step("a client hammers the HTTP door")
         for quiet, hammered in hammered_share(settings.model, settings.hammer_s):
-            recording.figure("served_alone", "tokens/s", quiet, "higher")
-            recording.figure("served_hammered", "tokens/s", hammered, "higher")
-            recording.ratio("hammered_to_alone", "served_hammered", "served_alone", "higher")
-    recording.on_round()
+            results.figure("served_alone", "tokens/s", quiet, "higher")
+            results.figure("served_hammered", "tokens/s", hammered, "higher")
+            results.ratio("hammered_to_alone", "served_hammered", "served_alone", "higher")
+    results.on_round()
 
 
-def _round(settings: Settings, children: dict[str, Child], recording: Recording) -> None:
-    order = Order("decode", settings.tokens, settings.history)
+def _round(settings: DecodeSettings, children: dict[str, Child], results: Results) -> None:
+    order = EngineTask("decode", settings.tokens, settings.history)
     for name, child in children.items():
-        recording.figure(name, "tokens/s", settings.tokens / seconds(child, order), "higher")
+        results.figure(name, "tokens/s", settings.tokens / seconds(child, order), "higher")
     for batch in BATCHES:
-        order = Order("decode", settings.tokens // 2 or 1, settings.history, batch)
+        order = EngineTask("decode", settings.tokens // 2 or 1, settings.history, batch)
         speed = order.tokens * batch / seconds(children["int8"], order)
-        recording.figure(f"int8_batch_{batch}", "tokens/s", speed, "higher")
-        recording.ratio(f"batch_{batch}_to_1", f"int8_batch_{batch}", "int8", "higher")
+        results.figure(f"int8_batch_{batch}", "tokens/s", speed, "higher")
+        results.ratio(f"batch_{batch}_to_1", f"int8_batch_{batch}", "int8", "higher")
     for peer in ("llama_q8_0", "llama_file"):
         for dtype in _DTYPES:
-            recording.ratio(f"{dtype}_to_{peer}", dtype, peer, "higher")
+            results.ratio(f"{dtype}_to_{peer}", dtype, peer, "higher")
 
 
-def _long(settings: Settings, recording: Recording) -> None:
+def _long(settings: DecodeSettings, results: Results) -> None:
     """The long history by itself: filling it takes longer than all the rest."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         peers = find_peers(settings.llama_python, settings.model, folder)
         peers.files.pop("llama_file", None)
-        ours = {"int8": Setup("int8", model=settings.model, recent=settings.long, sessions=1)}
+        ours = {"int8": EngineSetup("int8", model=settings.model, recent=settings.long, sessions=1)}
         children = stack.enter_context(contesting(ours, peers, settings.long + settings.tokens + 8))
-        order = Order("decode", settings.tokens // 2 or 1, settings.long)
+        order = EngineTask("decode", settings.tokens // 2 or 1, settings.long)
         for name, child in children.items():
-            recording.step(f"{settings.long} tokens of history, {name}")
+            results.step(f"{settings.long} tokens of history, {name}")
             seconds(child, order)
         for index in range(settings.rounds):
-            recording.step(f"{settings.long} tokens of history, round {index + 1}")
+            results.step(f"{settings.long} tokens of history, round {index + 1}")
             for name, child in children.items():
-                recording.figure(f"{name}_long", "tokens/s", order.tokens / seconds(child, order), "higher")
-            recording.ratio("int8_to_llama_q8_0_long", "int8_long", "llama_q8_0_long", "higher")
-            recording.on_round()
+                results.figure(f"{name}_long", "tokens/s", order.tokens / seconds(child, order), "higher")
+            results.ratio("int8_to_llama_q8_0_long", "int8_long", "llama_q8_0_long", "higher")
+            results.on_round()
 
 
 def judge(report: Report) -> list[Gate]:
@@ -114,7 +114,7 @@ def judge(report: Report) -> list[Gate]:
 SCENARIO = Scenario(
     name="decode",
     about="tokens a second by dtype, batch and history, beside llama.cpp where it is installed",
-    settings=Settings,
+    settings=DecodeSettings,
     quick={"rounds": 2, "tokens": 16, "long": 0, "hammer_s": 1.0},
     num_rounds=lambda settings: settings.rounds * (2 if settings.long else 1) + 1,
     measure=measure,

@@ -20,7 +20,7 @@ import torch
 
 from holdfast.bench import machine
 from holdfast.bench.device_peer import Peer, make_model
-from holdfast.bench.measure import summarize
+from holdfast.bench.summary import summarize
 from holdfast.engine.cuda import CudaEngine
 from holdfast.engine.interface import Row
 from holdfast.engine.sampling import Pick
@@ -41,7 +41,7 @@ SHAPE = SlabShape(recent=WINDOW, max_pin=512, prefill_chunk=CHUNK, rewind_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class DeviceRate:
     """One contestant's decoding at one batch size and history."""
 
     model: str
@@ -188,7 +188,7 @@ def measure(
                 result["profiles"][f"batch {batch}"] = profile(ours, batch)
             for (contestant, history), values in rates.items():
                 found = summarize(values)
-                figure = Figure(
+                figure = DeviceRate(
                     model=size,
                     contestant=contestant,
                     batch=batch,
@@ -224,7 +224,7 @@ def _agreement(ours: Ours, model: Any) -> dict[str, float]:
     }
 
 
-def _print_figure(figure: Figure) -> None:
+def _print_figure(figure: DeviceRate) -> None:
     print(
         f"{figure.model:5} {figure.contestant:24} batch {figure.batch:3} history {figure.history:7,}: "
         f"{figure.tokens_per_s:9,.0f} tok/s ({figure.low:,.0f} to {figure.high:,.0f}) {figure.ratio:5.2f}x "

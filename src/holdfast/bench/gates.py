@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.bench.measure import median, percentile
+from holdfast.bench.summary import median, percentile
 
 KV_SPREAD = 0.01
 BUCKET_TOLERANCE = 0.1

@@ -1,6 +1,6 @@
 """llama.cpp as a contestant, by its Python package. A script for a Python that has that and nothing of ours.
 
-Takes the orders that computing.py takes, one JSON object a line, and answers with the seconds. Does not sample: only
+Takes the orders that contestant.py takes, one JSON object a line, and answers with the seconds. Does not sample: only
 what the model itself takes is counted.
 """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.bench.canned import TEXT, Script
+from holdfast.bench.canned_upstream import TEXT, Script
 from holdfast.bench.processes import cpu_s, obey
 from holdfast.bench.wire import Connection, opened, request
 
@@ -17,7 +17,7 @@ _CREATE = request("POST", "/sessions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class LoadPlan:
     """What is to be done. `is_straight`: no sessions, the same chats go to `address` as they are."""
 
     address: str
@@ -32,7 +32,7 @@ class Order:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class LoadResult:
     """What came of it. Times of chats and of /health are in the order in which they ended."""
 
     wall_s: float = 0.0
@@ -46,13 +46,13 @@ class Outcome:
 
 
 class _Load:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: LoadPlan) -> None:
         self.order = order
-        self.outcome = Outcome()
+        self.outcome = LoadResult()
         self._bodies = [body_of(turn) for turn in range(order.num_turns)]
         self._expected = order.script.reply(with_payload=order.is_straight)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> LoadResult:
         started, used = time.perf_counter(), cpu_s()
         self._counted_from = started + self.order.ramp_s
         self._deadline = self._counted_from + self.order.duration_s
@@ -124,8 +124,8 @@ def body_of(turn: int) -> bytes:
 
 
 async def _main() -> None:
-    async def handle(line: bytes) -> Outcome:
-        return await _Load(msgspec.json.decode(line, type=Order)).run()
+    async def handle(line: bytes) -> LoadResult:
+        return await _Load(msgspec.json.decode(line, type=LoadPlan)).run()
 
     await obey("ready", handle)
 

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from holdfast.bench.conversation import SYSTEM, TIMEOUT_S, Clock, SdkTalk, TimedReply, Web, WebTalk
 from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_bounded
 from holdfast.bench.page import Chart
 from holdfast.bench.processes import ProcessFailed, resident_bytes
-from holdfast.bench.recording import Recording
 from holdfast.bench.report import Better, Report
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Scenario, command_of
-from holdfast.bench.served import Served, serving
-from holdfast.bench.talks import SYSTEM, TIMEOUT_S, Answered, Clock, SdkTalk, Web, WebTalk
-from holdfast.bench.turn_series import Turn, aggregate_run, in_buckets, question_of, turns_of, unit_of
+from holdfast.bench.server_process import ServerAddress, serving
+from holdfast.bench.turn_series import TurnMeasurement, aggregate_run, in_buckets, question_of, turns_of, unit_of
 from holdfast.chat.chat_model import load_chat
 from holdfast.config import DEFAULT_MODEL, ChatConfig, option
 from holdfast.errors import ConfigError
@@ -42,7 +42,7 @@ _ITEMSIZES = {"float32": 4, "bfloat16": 2, "int8": 2}  # of the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LongSessionSettings:
     turns: int = option(0, f"ends after so many turns; 0: no limit, or {_TURNS} where no duration is given either")
     duration_s: float = option(0.0, "ends after so long; 0: no limit")
     turn_spacing_s: float = option(0.0, "from the start of one turn to that of the next, at least")
@@ -102,7 +102,7 @@ def judge(report: Report) -> list[Gate]:
     ]
 
 
-def charts(settings: Settings) -> list[Chart]:
+def charts(settings: LongSessionSettings) -> list[Chart]:
     def beside(title: str, name: str, label: str) -> Chart:
         names = (*(f"{door}/{name}" for door in DOORS), f"{CONTROL}/latest_{name}")
         return Chart(f"{title} by turn; {CONTROL}: as last measured", "course", names, label, is_log=True)
@@ -116,7 +116,7 @@ def charts(settings: Settings) -> list[Chart]:
     ]
 
 
-def commands(settings: Settings) -> str:
+def commands(settings: LongSessionSettings) -> str:
     """What to type in two terminals for a long run, of four hours unless told otherwise."""
     grpc, http = settings.server or "127.0.0.1:50051", settings.http or "http://127.0.0.1:8000"
     model, *sizes = _server_flags(settings)
@@ -127,13 +127,13 @@ def commands(settings: Settings) -> str:
     return f"# terminal 1: the server\n{shlex.join(serve)}\n\n# terminal 2, once it serves: the bench\n{bench}"
 
 
-def measure(settings: Settings, recording: Recording) -> None:
+def measure(settings: LongSessionSettings, results: Results) -> None:
     try:
         import holdfast_sdk
         import openai
     except ImportError as exc:
         raise ConfigError(f"this bench drives both doors: pip install holdfast-sdk openai ({exc})") from exc
-    recording.step("starting the server")
+    results.step("starting the server")
     try:
         with contextlib.ExitStack() as stack:
             place = stack.enter_context(_place(settings))
@@ -143,39 +143,39 @@ def measure(settings: Settings, recording: Recording) -> None:
             web = stack.enter_context(
                 openai.OpenAI(base_url=f"{place.http}/v1", api_key="none", max_retries=0, http_client=connection)
             )
-            _Run(settings, recording, place, client, Web(web, clock)).run()
+            _ConversationRun(settings, results, place, client, Web(web, clock)).run()
     except (holdfast_sdk.HoldfastError, openai.OpenAIError, OSError) as exc:
         raise ProcessFailed(f"the server did not answer as it should: {exc}") from exc
     finally:
-        _sum_up(recording)
+        _sum_up(results)
 
 
-def _sum_up(recording: Recording) -> None:
+def _sum_up(results: Results) -> None:
     for contestant in (*DOORS, CONTROL):
-        found = aggregate_run(turns_of(recording.report, contestant))
+        found = aggregate_run(turns_of(results.report, contestant))
         for name, values in found.by_bucket.items():
             measured = name.rpartition("_")[0]
             better: Better = "" if measured == "forwarded_tokens" else "lower"
             for value in values:
-                recording.figure(f"{contestant}/{name}", unit_of(measured), value, better)
+                results.figure(f"{contestant}/{name}", unit_of(measured), value, better)
         if found.num_turns:
-            recording.figure(f"{contestant}/turns", "", found.num_turns)
+            results.figure(f"{contestant}/turns", "", found.num_turns)
         if not math.isnan(found.latency_drift_p50_s):
-            recording.figure(f"{contestant}/latency_drift_p50_s", "s", found.latency_drift_p50_s, "lower")
+            results.figure(f"{contestant}/latency_drift_p50_s", "s", found.latency_drift_p50_s, "lower")
 
 
 @contextlib.contextmanager
-def _place(settings: Settings) -> Iterator[Served]:
+def _place(settings: LongSessionSettings) -> Iterator[ServerAddress]:
     """The server that was named, or one of our own for as long as this lasts."""
     if settings.server:
         pid = settings.pid or _listening(settings.server)
-        yield Served(http=settings.http.rstrip("/"), grpc=settings.server, pid=pid)
+        yield ServerAddress(http=settings.http.rstrip("/"), grpc=settings.server, pid=pid)
         return
     with serving(*_server_flags(settings)) as served:
         yield served
 
 
-def _server_flags(settings: Settings) -> list[str]:
+def _server_flags(settings: LongSessionSettings) -> list[str]:
     return [
         settings.model,
         "--recent",
@@ -200,15 +200,17 @@ def _listening(address: str) -> int:
     raise ConfigError(f"which process listens at {address} cannot be seen from here: give it as --pid")
 
 
-class _Run:
-    def __init__(self, settings: Settings, recording: Recording, place: Served, client: "Client", web: Web) -> None:
+class _ConversationRun:
+    def __init__(
+        self, settings: LongSessionSettings, results: Results, place: ServerAddress, client: "Client", web: Web
+    ) -> None:
         source = open_model(settings.model)
         if (served := client.model_info()).tokenizer_hash != source.tokenizer_hash:
             raise ConfigError(f"the server has {served.name}, not {settings.model}: name its model with --model")
         arch = source.architecture
         self._position_bytes = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * _ITEMSIZES[settings.dtype]
         self._settings = settings
-        self._recording = recording
+        self._results = results
         self._place = place
         self._client = client
         self._web = web
@@ -216,7 +218,7 @@ class _Run:
         self._bias = {str(token): -100 for token in self._chat.continuation.stop_token_ids}
 
     def run(self) -> None:
-        self._recording.step("one script in two chunkings")
+        self._results.step("one script in two chunkings")
         self._script()
         opened = self._open()
         sdk = SdkTalk(self._client, self._chat, self._settings.reply_tokens)
@@ -230,25 +232,25 @@ class _Run:
             for number in range(self._settings.script_turns):
                 one, other = (talk.say(question_of(number), num) for num, talk in talks.items())
                 same = [float(a == b) for a, b in zip(one, other, strict=True)]
-                self._recording.extend("script/is_same", "", same)
+                self._results.extend("script/is_same", "", same)
 
     def _converse(self, sdk: SdkTalk, web: WebTalk, sessions: Mapping[Door, "Session"]) -> None:
-        settings, recording = self._settings, self._recording
+        settings, results = self._settings, self._results
         stateless, pace = _Control(self._talk("/v1"), settings.control_share), self._talk("/v1")
         started, number, num_saved = time.perf_counter(), 0, 0
         while settings.progress(number, (at_s := time.perf_counter() - started)) < 1:
             number += 1
-            recording.step(f"turn {number}" + (f" of {settings.num_turns}" if settings.num_turns else ""))
+            results.step(f"turn {number}" + (f" of {settings.num_turns}" if settings.num_turns else ""))
             question = question_of(number)
             web.messages.append({"role": "user", "content": question})
             pace_ms = pace.ask([SYSTEM, {"role": "user", "content": question_of(0)}], 1).first_token_ms
-            answers: dict[Door, Answered] = {}
-            turns: dict[Door, Turn] = {}
+            answers: dict[Door, TimedReply] = {}
+            turns: dict[Door, TurnMeasurement] = {}
             for door in DOORS if number % 2 else reversed(DOORS):
                 answers[door] = sdk.ask(question) if door == "sdk" else web.ask(web.messages)
                 turns[door] = self._record(door, (at_s, pace_ms), answers[door], sessions[door])
-            recording.extend("openai/client_ms", "ms", [answers["openai"].client_ms])
-            recording.extend("doors_agree", "", [float(answers["sdk"].text == answers["openai"].text)])
+            results.extend("openai/client_ms", "ms", [answers["openai"].client_ms])
+            results.extend("doors_agree", "", [float(answers["sdk"].text == answers["openai"].text)])
             if stateless.may_ask(time.perf_counter() - started):
                 self._record_control(stateless.ask(web.messages), turns["openai"])
             self._carry_control()
@@ -259,16 +261,18 @@ class _Run:
             elapsed_s = time.perf_counter() - started
             done = min(1.0, settings.progress(number, elapsed_s))
             while num_saved < int(done * _CHECKPOINTS):
-                recording.on_round()
+                results.on_round()
                 num_saved += 1
             if done < 1:
                 time.sleep(max(0.0, at_s + settings.turn_spacing_s - elapsed_s))
 
-    def _record(self, door: Door, beside: tuple[float, float], answered: Answered, session: "Session") -> Turn:
+    def _record(
+        self, door: Door, beside: tuple[float, float], answered: TimedReply, session: "Session"
+    ) -> TurnMeasurement:
         info = session.info()
         computed, size = info.history_length - 1, info.sink + info.recent  # the last token is pending
         at_s, pace_ms = beside
-        turn = Turn(
+        turn = TurnMeasurement(
             at_s=at_s,
             pace_ms=pace_ms,
             turn_ms=answered.turn_ms,
@@ -282,10 +286,10 @@ class _Run:
             memory_bytes=resident_bytes(self._place.pid),
         )
         self._write(door, turn)
-        self._recording.extend("invariant_violations", "", [info.inv1_violations + info.inv2_violations])
+        self._results.extend("invariant_violations", "", [info.inv1_violations + info.inv2_violations])
         return turn
 
-    def _record_control(self, answered: Answered, beside: Turn) -> None:
+    def _record_control(self, answered: TimedReply, beside: TurnMeasurement) -> None:
         """The same turn without a session: all of the history is new, and so are its keys and values."""
         num_bytes = answered.forwarded * self._position_bytes
         turn = dataclasses.replace(
@@ -299,22 +303,22 @@ class _Run:
         )
         self._write(CONTROL, turn)
 
-    def _write(self, contestant: str, turn: Turn) -> None:
+    def _write(self, contestant: str, turn: TurnMeasurement) -> None:
         for name, value in dataclasses.asdict(turn).items():
-            self._recording.extend(f"{contestant}/{name}", unit_of(name), [value])
+            self._results.extend(f"{contestant}/{name}", unit_of(name), [value])
 
     def _carry_control(self) -> None:
         """A value for every turn, for the plot: the control's latest."""
         for name in ("turn_ms", "kv_live_bytes", "forwarded_tokens"):
-            latest = self._recording.report.values(f"{CONTROL}/{name}")[-1:]
-            self._recording.extend(f"{CONTROL}/latest_{name}", unit_of(name), latest)
+            latest = self._results.report.values(f"{CONTROL}/{name}")[-1:]
+            self._results.extend(f"{CONTROL}/latest_{name}", unit_of(name), latest)
 
     def _retry(self, web: WebTalk) -> str:
         """Ask the last question again: the reply that replaces the first one. Counted apart from the turns."""
         answered = web.ask(web.messages)
-        self._recording.extend("retry/turn_ms", "ms", [answered.turn_ms])
-        self._recording.extend("retry/forwarded_tokens", "tokens", [answered.forwarded])
-        self._recording.extend("retry/recomputed_tokens", "tokens", [web.recomputed])
+        self._results.extend("retry/turn_ms", "ms", [answered.turn_ms])
+        self._results.extend("retry/forwarded_tokens", "tokens", [answered.forwarded])
+        self._results.extend("retry/recomputed_tokens", "tokens", [web.recomputed])
         return answered.text
 
     def _talk(self, path: str) -> WebTalk:
@@ -342,7 +346,7 @@ class _Control:
     def may_ask(self, elapsed_s: float) -> bool:
         return self._spent_s <= self._share * elapsed_s
 
-    def ask(self, messages: Sequence[Mapping[str, str]]) -> Answered:
+    def ask(self, messages: Sequence[Mapping[str, str]]) -> TimedReply:
         answered = self._talk.ask(messages, truncation="auto")
         self._spent_s += answered.turn_ms / 1000
         return answered
@@ -351,7 +355,7 @@ class _Control:
 SCENARIO = Scenario(
     name="long-session",
     about="one session for many turns through both doors: flat latency and memory, beside the stateless control",
-    settings=Settings,
+    settings=LongSessionSettings,
     quick={"duration_s": 20.0, "recent": 128, "reply_tokens": 3, "retry_every": 8, "script_turns": 3},
     num_rounds=lambda settings: _CHECKPOINTS,
     measure=measure,

@@ -12,17 +12,17 @@ from typing import Literal, get_args
 
 import msgspec
 
-from holdfast.bench.canned import Script
-from holdfast.bench.checking import check_record
+from holdfast.bench.canned_upstream import Script
 from holdfast.bench.gates import Gate, all_right, median_at_least
-from holdfast.bench.load import Order, Outcome
-from holdfast.bench.measure import median, percentile
+from holdfast.bench.load import LoadPlan, LoadResult
 from holdfast.bench.page import Chart
 from holdfast.bench.processes import Child, ProcessFailed, cpu_s_of, resident_bytes, started
-from holdfast.bench.recording import Recording
+from holdfast.bench.record_check import check_record
 from holdfast.bench.report import Report
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Scenario
-from holdfast.bench.served import Server
+from holdfast.bench.server_process import ServerProcess
+from holdfast.bench.summary import median, percentile
 from holdfast.config import DEFAULT_MODEL, option
 
 Way = Literal["straight", "served", "journaled", "large", "large_journaled"]
@@ -37,7 +37,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class OverheadSettings:
     sessions: int = option(32, "chat sessions at once", least=1)
     turns: int = option(4, "turns of a session", least=1)
     tokens: int = option(64, "sampled tokens in each reply; each question has 64", least=1)
@@ -60,42 +60,42 @@ class _Place:
     pid: int = 0
 
 
-def measure(settings: Settings, recording: Recording) -> None:
-    recording.step("starting the servers")
+def measure(settings: OverheadSettings, results: Results) -> None:
+    results.step("starting the servers")
     with contextlib.ExitStack() as stack:
         load = stack.enter_context(started("load"))
         load.read(str, timeout_s=_START_S)
         places = stack.enter_context(_places(settings))
-        bench = _Bench(settings, load, places, recording)
+        bench = _OverheadRun(settings, load, places, results)
         for way in WAYS[1:]:
             bench.check_record(way)
-        recording.step("warming up")
+        results.step("warming up")
         for way in WAYS:
             bench.drive(way, settings.sessions, min(1.0, settings.seconds))
         pids = (os.getpid(), load.pid, *(place.pid for place in places.values() if place.pid))
         for index in range(settings.rounds):
             first = index % len(WAYS)
             for way in (*WAYS[first:], *WAYS[:first]):  # nobody always comes first
-                recording.step(f"round {index + 1}, {way}")
-                with recording.watching_others(lambda: cpu_s_of(pids)):
+                results.step(f"round {index + 1}, {way}")
+                with results.watching_others(lambda: cpu_s_of(pids)):
                     bench.round(way)
             bench.compare_round()
-            recording.on_round()
-        recording.step("memory")
+            results.on_round()
+        results.step("memory")
         bench.watch_memory(places["served"].pid)
-        recording.on_round()
+        results.on_round()
 
 
 @contextlib.contextmanager
-def _places(settings: Settings) -> Iterator[dict[Way, _Place]]:
+def _places(settings: OverheadSettings) -> Iterator[dict[Way, _Place]]:
     """Two upstreams, and in front of each a server with a journal and one without."""
     with contextlib.ExitStack() as stack:
         places: dict[Way, _Place] = {}
-        servers: dict[Way, Server] = {}
+        servers: dict[Way, ServerProcess] = {}
         scripts = {"small": Script(settings.tokens), "large": Script(settings.tokens, settings.large_kib * 1024)}
         ways: dict[str, tuple[Way, Way]] = {"small": ("served", "journaled"), "large": ("large", "large_journaled")}
         for size, script in scripts.items():
-            upstream = stack.enter_context(started("canned", msgspec.json.encode(script).decode()))
+            upstream = stack.enter_context(started("canned_upstream", msgspec.json.encode(script).decode()))
             address = upstream.read(str, timeout_s=_START_S)
             if size == "small":
                 places["straight"] = _Place(address, script, upstream.pid)
@@ -103,7 +103,7 @@ def _places(settings: Settings) -> Iterator[dict[Way, _Place]]:
             flags += ["--routing-replay", "full"]
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-overhead-"))
             for way, more in zip(ways[size], ([], ["--data-dir", folder]), strict=True):
-                servers[way] = server = Server(*flags, *more)
+                servers[way] = server = ServerProcess(*flags, *more)
                 stack.callback(server.stop)
         for way, server in servers.items():
             served, _ = server.wait_until_served()
@@ -113,18 +113,18 @@ def _places(settings: Settings) -> Iterator[dict[Way, _Place]]:
         yield places
 
 
-class _Bench:
-    def __init__(self, settings: Settings, load: Child, places: dict[Way, _Place], recording: Recording) -> None:
+class _OverheadRun:
+    def __init__(self, settings: OverheadSettings, load: Child, places: dict[Way, _Place], results: Results) -> None:
         self._settings = settings
         self._load = load
         self._places = places
-        self._recording = recording
+        self._results = results
 
     def check_record(self, way: Way) -> None:
         place = self._places[way]
         if problem := check_record(place.address, place.script):
-            self._recording.report.notes.append(f"{way}: {problem}")
-        self._recording.extend("records_wrong", "", [float(bool(problem))])
+            self._results.report.notes.append(f"{way}: {problem}")
+        self._results.extend("records_wrong", "", [float(bool(problem))])
 
     def round(self, way: Way) -> None:
         is_small = way in SMALL
@@ -134,7 +134,7 @@ class _Bench:
         )
         used_s = cpu_s_of([self._places[way].pid]) - before_s
         alone = self.drive(way, 1, self._settings.alone_s)
-        record = self._recording
+        record = self._results
         if not (together.chat_ms and alone.chat_ms):
             raise ProcessFailed(f"{way}: no turn was answered within {self._settings.alone_s:g} s")
         record.extend(f"{way}/turn_ms", "ms", together.chat_ms)
@@ -150,34 +150,34 @@ class _Bench:
         """What the server adds, within the round that was just measured."""
 
         def last(name: str) -> float:
-            return self._recording.report.values(name)[-1]
+            return self._results.report.values(name)[-1]
 
         for name in ("turn_p50", "alone_p50"):
             added = last(f"served/{name}") - last(f"straight/{name}")
-            self._recording.figure(f"added/{name}", "ms", added, "lower")
+            self._results.figure(f"added/{name}", "ms", added, "lower")
         for with_journal, without in (("journaled", "served"), ("large_journaled", "large")):
             names = f"{with_journal}/turns_per_s", f"{without}/turns_per_s"
-            self._recording.ratio(f"{with_journal}:{without}/turns_per_s", *names, "higher")
+            self._results.ratio(f"{with_journal}:{without}/turns_per_s", *names, "higher")
             names = f"{with_journal}/cpu_server", f"{without}/cpu_server"
-            self._recording.ratio(f"{with_journal}:{without}/cpu_server", *names, "lower")
+            self._results.ratio(f"{with_journal}:{without}/cpu_server", *names, "lower")
             added = last(f"{with_journal}/alone_p50") - last(f"{without}/alone_p50")
-            self._recording.figure(f"added_by_journal/{without}_alone_p50", "ms", added, "lower")
+            self._results.figure(f"added_by_journal/{without}_alone_p50", "ms", added, "lower")
 
     def watch_memory(self, pid: int) -> None:
         """Open sessions and keep them: how much more does the process hold with each?"""
         batch = self._settings.kept_sessions // _CHECKPOINTS
         resident = [resident_bytes(pid)]
         for _ in range(_CHECKPOINTS):
-            self._recording.step(f"memory, {len(resident) * batch} sessions")
+            self._results.step(f"memory, {len(resident) * batch} sessions")
             self.drive("served", batch, 0.0, is_kept=True)
             resident.append(resident_bytes(pid))
-        self._recording.extend("rss", "MiB", [value / _MIB for value in resident])
+        self._results.extend("rss", "MiB", [value / _MIB for value in resident])
         half = len(resident) // 2  # the first sessions fill what the allocator held already
         for before, after in zip(resident[half:], resident[half + 1 :], strict=False):
-            self._recording.figure("memory_per_session", "KiB", (after - before) / batch / 1024, "lower")
+            self._results.figure("memory_per_session", "KiB", (after - before) / batch / 1024, "lower")
 
-    def drive(self, way: Way, num_sessions: int, duration_s: float, *, is_kept: bool = False) -> Outcome:
-        order = Order(
+    def drive(self, way: Way, num_sessions: int, duration_s: float, *, is_kept: bool = False) -> LoadResult:
+        order = LoadPlan(
             address=self._places[way].address,
             script=self._places[way].script,
             num_sessions=num_sessions,
@@ -187,11 +187,11 @@ class _Bench:
             is_straight=way == "straight",
             is_kept=is_kept,
         )
-        outcome = self._load.ask(order, Outcome, timeout_s=duration_s + _START_S)
-        self._recording.extend("answered", "", [float(outcome.num_chats)])
-        self._recording.extend("wrong", "", [float(outcome.num_wrong)])
+        outcome = self._load.ask(order, LoadResult, timeout_s=duration_s + _START_S)
+        self._results.extend("answered", "", [float(outcome.num_chats)])
+        self._results.extend("wrong", "", [float(outcome.num_wrong)])
         if outcome.wrong:
-            self._recording.report.notes.append(f"{way}: {outcome.wrong}")
+            self._results.report.notes.append(f"{way}: {outcome.wrong}")
         return outcome
 
 
@@ -209,7 +209,7 @@ def judge(report: Report) -> list[Gate]:
     ]
 
 
-def charts(settings: Settings) -> list[Chart]:
+def charts(settings: OverheadSettings) -> list[Chart]:
     turns = tuple(f"{way}/turn_ms" for way in SMALL)
     alone = tuple(f"{way}/alone_ms" for way in SMALL)
     step = settings.kept_sessions // _CHECKPOINTS
@@ -230,7 +230,7 @@ def charts(settings: Settings) -> list[Chart]:
 SCENARIO = Scenario(
     name="overhead",
     about="turns/s, added latency and memory per session, beside the straight way; with a journal and without",
-    settings=Settings,
+    settings=OverheadSettings,
     quick={"rounds": 3, "seconds": 1.2, "ramp_s": 0.2, "alone_s": 0.5, "large_s": 0.8, "kept_sessions": 500},
     num_rounds=lambda settings: settings.rounds + 1,
     measure=measure,

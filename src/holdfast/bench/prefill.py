@@ -5,47 +5,51 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.bench.computing import Order, Setup
+from holdfast.bench.contestant import EngineSetup, EngineTask
 from holdfast.bench.contestants import NO_PEERS, contesting, find_peers, seconds, what_runs
 from holdfast.bench.gates import Gate, median_at_least
 from holdfast.bench.page import Chart
-from holdfast.bench.recording import Recording
 from holdfast.bench.report import Report
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Scenario
 from holdfast.config import DEFAULT_MODEL, option
 
-_OURS = {"int8": Setup("int8"), "bfloat16": Setup("bfloat16"), "deterministic": Setup("int8", deterministic=True)}
+_OURS = {
+    "int8": EngineSetup("int8"),
+    "bfloat16": EngineSetup("bfloat16"),
+    "deterministic": EngineSetup("int8", deterministic=True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PrefillSettings:
     tokens: int = option(512, "length of the prompt", least=1)
     rounds: int = option(8, "how often each has its turn", least=1)
     model: str = option(DEFAULT_MODEL, "the model; llama.cpp takes part where it is a GGUF file")
     llama_python: str = option("", "a Python that has llama_cpp, if this one has not")
 
 
-def measure(settings: Settings, recording: Recording) -> None:
+def measure(settings: PrefillSettings, results: Results) -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        recording.step("loading")
+        results.step("loading")
         peers = find_peers(settings.llama_python, settings.model, folder)
         if peers.files:
-            recording.report.versions["llama_cpp"] = what_runs(peers)
+            results.report.versions["llama_cpp"] = what_runs(peers)
         else:
-            recording.report.notes.append(NO_PEERS)
-        ours = {name: Setup(setup.dtype, setup.deterministic, settings.model) for name, setup in _OURS.items()}
+            results.report.notes.append(NO_PEERS)
+        ours = {name: EngineSetup(setup.dtype, setup.deterministic, settings.model) for name, setup in _OURS.items()}
         children = stack.enter_context(contesting(ours, peers, settings.tokens + 8))
-        order = Order("prefill", settings.tokens)
+        order = EngineTask("prefill", settings.tokens)
         for child in children.values():
             seconds(child, order)
         for index in range(settings.rounds):
             for name, child in children.items():
-                recording.step(f"round {index + 1}, {name}")
-                recording.figure(name, "tokens/s", settings.tokens / seconds(child, order), "higher")
+                results.step(f"round {index + 1}, {name}")
+                results.figure(name, "tokens/s", settings.tokens / seconds(child, order), "higher")
             for peer in peers.files:
-                recording.ratio(f"int8_to_{peer}", "int8", peer, "higher")
-            recording.on_round()
+                results.ratio(f"int8_to_{peer}", "int8", peer, "higher")
+            results.on_round()
 
 
 def judge(report: Report) -> list[Gate]:
@@ -58,7 +62,7 @@ def judge(report: Report) -> list[Gate]:
 SCENARIO = Scenario(
     name="prefill",
     about="prompt tokens a second by dtype, beside llama.cpp where it is installed",
-    settings=Settings,
+    settings=PrefillSettings,
     quick={"rounds": 3, "tokens": 256},
     num_rounds=lambda settings: settings.rounds,
     measure=measure,

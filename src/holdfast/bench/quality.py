@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from holdfast.bench.gates import Gate, control, median_at_least, percentile_at_most, share_at_least, stays_flat
 from holdfast.bench.page import Chart
-from holdfast.bench.recording import Recording
+from holdfast.bench.recall import facts, perplexities, recalls
 from holdfast.bench.report import Report
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Scenario
-from holdfast.bench.understanding import facts, perplexities, recalls
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
 from holdfast.engine.checkpoint import Checkpoint
@@ -45,7 +45,7 @@ Build = Callable[[ModelSource, EngineConfig], Engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class QualitySettings:
     text: str = option("", "a file with the long text; empty: Python's own documentation of its topics")
     tokens: int = option(12_800, "how much of it is read", least=10 * _CHUNK)
     recent: int = option(160, "the window beside the sinks", least=_CHUNK)
@@ -67,7 +67,7 @@ def scenario(build: Build) -> Scenario:
     return Scenario(
         name="quality",
         about="perplexity by position with sinks and without, facts in and out of sight, agreement with the oracle",
-        settings=Settings,
+        settings=QualitySettings,
         quick={"tokens": 10 * _CHUNK, "facts": 5, "oracle_windows": 1},
         num_rounds=lambda settings: 3,
         measure=partial(_measure, build),
@@ -76,8 +76,8 @@ def scenario(build: Build) -> Scenario:
     )
 
 
-def _measure(build: Build, settings: Settings, recording: Recording) -> None:
-    recording.step("loading the model")
+def _measure(build: Build, settings: QualitySettings, results: Results) -> None:
+    results.step("loading the model")
     source = open_model(settings.model)
     tokenizer = load_tokenizer(source)
     tokens = tokenizer.encode(_text(settings))
@@ -94,18 +94,18 @@ def _measure(build: Build, settings: Settings, recording: Recording) -> None:
         rewind_tokens=0,
     )
     engine = build(source, config)
-    _read(engine, tokens[: settings.tokens + 1], recording)
-    recording.on_round()
-    _recall(engine, tokenizer, tokens, settings, recording)
-    recording.on_round()
+    _read(engine, tokens[: settings.tokens + 1], results)
+    results.on_round()
+    _recall(engine, tokenizer, tokens, settings, results)
+    results.on_round()
     if settings.dtype == "float32":
-        agree(engine, source, tokens, settings, recording)
+        agree(engine, source, tokens, settings, results)
     else:
-        recording.report.notes.append(f"{settings.dtype} is not compared with the oracle: only float32 promises that")
-    recording.on_round()
+        results.report.notes.append(f"{settings.dtype} is not compared with the oracle: only float32 promises that")
+    results.on_round()
 
 
-def _text(settings: Settings) -> str:
+def _text(settings: QualitySettings) -> str:
     if not settings.text:
         return long_text()
     try:
@@ -114,20 +114,22 @@ def _text(settings: Settings) -> str:
         raise ConfigError(f"{settings.text} is no text that can be read: {exc}") from exc
 
 
-def _read(engine: Engine, tokens: list[int], recording: Recording) -> None:
+def _read(engine: Engine, tokens: list[int], results: Results) -> None:
     num_read = 0
     for found in perplexities(engine, tokens, (SINK, 0), _CHUNK):
         num_read += _CHUNK
-        recording.step(f"reading, {num_read} of {len(tokens) - 1} tokens")
+        results.step(f"reading, {num_read} of {len(tokens) - 1} tokens")
         for sink, perplexity in found.items():
-            recording.extend(f"sink={sink}/perplexity", "", [perplexity])
-        recording.extend("without_sinks:with/perplexity", "times", [found[0] / found[SINK]])
+            results.extend(f"sink={sink}/perplexity", "", [perplexity])
+        results.extend("without_sinks:with/perplexity", "times", [found[0] / found[SINK]])
     for sink in (SINK, 0):
-        for value in recording.report.values(f"sink={sink}/perplexity"):
-            recording.figure(f"sink={sink}/perplexity_by_chunk", "", value, "lower")
+        for value in results.report.values(f"sink={sink}/perplexity"):
+            results.figure(f"sink={sink}/perplexity_by_chunk", "", value, "lower")
 
 
-def _recall(engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: Settings, recording: Recording) -> None:
+def _recall(
+    engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: QualitySettings, results: Results
+) -> None:
     pool = SlabPool(engine.num_slabs, engine.shape)
     places = {
         "inside": (pool.acquire(SINK), round(_INSIDE * settings.recent)),
@@ -135,20 +137,20 @@ def _recall(engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: S
         "pinned": (pool.acquire(_PINNED), round(_OUTSIDE * settings.recent) + _PINNED),
     }
     for number, fact in enumerate(facts(tokenizer, settings.facts)):
-        recording.step(f"fact {number + 1} of {settings.facts}")
+        results.step(f"fact {number + 1} of {settings.facts}")
         for place, (slab, num_filler) in places.items():
             start = number * num_filler % (len(tokens) - num_filler)
             filler = tokens[start : start + num_filler]
             recalled = recalls(engine, slab, fact, filler, chunk=_CHUNK)
-            recording.extend(f"{place}/recalled", "", [float(recalled)])
+            results.extend(f"{place}/recalled", "", [float(recalled)])
     for place in places:
-        values = recording.report.values(f"{place}/recalled")
-        recording.figure(f"{place}/recalled_share", "", sum(values) / len(values))
+        values = results.report.values(f"{place}/recalled")
+        results.figure(f"{place}/recalled_share", "", sum(values) / len(values))
 
 
-def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: Settings, recording: Recording) -> None:
+def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: QualitySettings, results: Results) -> None:
     """How far the engine's logits are from the plain truth, at every position, and from one without sinks."""
-    recording.step("the plain truth")
+    results.step("the plain truth")
     window = Window(sink=SINK, recent=settings.recent)
     read = tokens[: settings.oracle_windows * window.size + _CHUNK // 2]
     slab = SlabPool(engine.num_slabs, engine.shape).acquire(SINK)
@@ -157,8 +159,8 @@ def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: Sett
     for name, seen in (("oracle", window), ("oracle_without_sinks", Window(sink=0, recent=settings.recent))):
         truth = dense_logits(weights, source.architecture, read, seen, np.float32)
         differences = [difference(ours[at : at + 1], truth[at : at + 1]) * 1e6 for at in range(len(read))]
-        recording.extend(f"{name}/difference", _MILLIONTHS, differences)
-        recording.figure(f"{name}/difference_most", _MILLIONTHS, max(differences), "lower")
+        results.extend(f"{name}/difference", _MILLIONTHS, differences)
+        results.figure(f"{name}/difference_most", _MILLIONTHS, max(differences), "lower")
 
 
 def _weights(source: ModelSource) -> Mapping[str, NDArray[np.float32]]:
@@ -195,7 +197,7 @@ def judge(report: Report) -> list[Gate]:
     return gates
 
 
-def charts(settings: Settings) -> list[Chart]:
+def charts(settings: QualitySettings) -> list[Chart]:
     return [
         Chart(
             f"perplexity of each {_CHUNK} tokens",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.bench.gates import Gate
-from holdfast.bench.measure import Summary, summarize
+from holdfast.bench.summary import Summary, summarize
 from holdfast.errors import ConfigError
 
 FORMAT = "holdfast-bench/1"

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from holdfast.bench.gates import Gate
 from holdfast.bench.page import HOW_TO_PLOT, Chart, page, plot
-from holdfast.bench.recording import Recording
 from holdfast.bench.report import Report, encode, write
+from holdfast.bench.results import Results
 from holdfast.errors import HoldfastError
 
 RESULTS = Path("bench/results")
@@ -32,7 +32,7 @@ class Scenario:
     settings: type[Any]
     quick: Mapping[str, Any]  # what --quick changes
     num_rounds: Callable[[Any], int]
-    measure: Callable[[Any, Recording], None]
+    measure: Callable[[Any, Results], None]
     judge: Callable[[Report], list[Gate]]
     charts: Callable[[Any], Sequence[Chart]]
 
@@ -51,24 +51,24 @@ def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = F
     if is_quick:
         console.print(f"[yellow]{scenario.name}, quick: shorter and noisier than the real run[/]")
     with _progress(console, scenario.name, scenario.num_rounds(settings)) as (step, advance):
-        recording = Recording(
+        results = Results(
             scenario.name,
             command_of(scenario, settings, is_quick=is_quick),
             dataclasses.asdict(settings),
             is_quick=is_quick,
             on_step=step,
         )
-        stamp = recording.report.started_at.replace(":", "").replace("-", "").partition("+")[0]
+        stamp = results.report.started_at.replace(":", "").replace("-", "").partition("+")[0]
         path = output.folder / f"{scenario.name}-{stamp}Z.json"
 
         def checkpoint() -> None:
-            recording.close()
-            write(path, encode(dataclasses.replace(recording.report, is_partial=True)))
+            results.close()
+            write(path, encode(dataclasses.replace(results.report, is_partial=True)))
             advance()
 
-        recording.on_round = checkpoint
-        error = _measured(scenario, settings, recording)
-    report = recording.report
+        results.on_round = checkpoint
+        error = _measured(scenario, settings, results)
+    report = results.report
     report.gates = scenario.judge(report)
     _save(report, scenario.charts(settings), path, output, console)
     if error is not None:
@@ -76,17 +76,17 @@ def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = F
     return INTERRUPTED if report.is_partial else 0 if report.passed else 1
 
 
-def _measured(scenario: Scenario, settings: Any, recording: Recording) -> HoldfastError | None:
+def _measured(scenario: Scenario, settings: Any, results: Results) -> HoldfastError | None:
     """What ended it early, other than Ctrl-C. What was measured until then stays."""
     error = None
     try:
-        scenario.measure(settings, recording)
+        scenario.measure(settings, results)
     except (KeyboardInterrupt, HoldfastError) as exc:
-        recording.report.is_partial = True
-        recording.report.notes.append(f"ended early by {type(exc).__name__}")
+        results.report.is_partial = True
+        results.report.notes.append(f"ended early by {type(exc).__name__}")
         error = exc if isinstance(exc, HoldfastError) else None
-    recording.close()
-    recording.caution()
+    results.close()
+    results.caution()
     return error
 
 

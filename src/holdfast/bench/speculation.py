@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from holdfast.bench.gates import Gate, all_right, median_at_least
 from holdfast.bench.page import Chart
-from holdfast.bench.recording import Recording
 from holdfast.bench.report import Report
+from holdfast.bench.results import Results
 from holdfast.bench.runner import Scenario
 from holdfast.bench.transcripts import PROSE, REPETITIVE
 from holdfast.chat.tokenizer import load_tokenizer
@@ -25,7 +25,7 @@ _KINDS = {"repetitive": REPETITIVE, "prose": PROSE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SpeculationSettings:
     tokens: int = option(160, "tokens that follow each text", least=1)
     rounds: int = option(3, "how often each text has its turn, with another seed", least=1)
     proposer: str = option("ngram", "who drafts", choices=("ngram", "draft_model"))
@@ -36,7 +36,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class _Went:
+class _Continuation:
     """How one text went on."""
 
     tokens: list[int]
@@ -44,12 +44,12 @@ class _Went:
     done: Done
 
 
-def measure(settings: Settings, recording: Recording) -> None:
-    asyncio.run(_measure(settings, recording))
+def measure(settings: SpeculationSettings, results: Results) -> None:
+    asyncio.run(_measure(settings, results))
 
 
-async def _measure(settings: Settings, recording: Recording) -> None:
-    recording.step("loading")
+async def _measure(settings: SpeculationSettings, results: Results) -> None:
+    results.step("loading")
     tokenizer = load_tokenizer(open_model(settings.model))
     prompts = {kind: {title: tokenizer.encode(text) for title, text in texts.items()} for kind, texts in _KINDS.items()}
     for is_deterministic in (False, True):
@@ -57,15 +57,15 @@ async def _measure(settings: Settings, recording: Recording) -> None:
         try:
             for index in range(settings.rounds):
                 if is_deterministic:
-                    await _compare(settings, worker, prompts, index, recording)
+                    await _compare(settings, worker, prompts, index, results)
                 else:
-                    await _race(settings, worker, prompts, index, recording)
-                recording.on_round()
+                    await _race(settings, worker, prompts, index, results)
+                results.on_round()
         finally:
             worker.stop()
 
 
-def _worker(settings: Settings, *, is_deterministic: bool) -> Worker:
+def _worker(settings: SpeculationSettings, *, is_deterministic: bool) -> Worker:
     config = EngineConfig(
         device=settings.device,
         dtype=settings.dtype,
@@ -80,27 +80,29 @@ def _worker(settings: Settings, *, is_deterministic: bool) -> Worker:
     return worker
 
 
-async def _race(settings: Settings, worker: Worker, prompts: Prompts, index: int, recording: Recording) -> None:
+async def _race(settings: SpeculationSettings, worker: Worker, prompts: Prompts, index: int, results: Results) -> None:
     for kind, texts in prompts.items():
         for temperature in TEMPERATURES:
             name = f"{kind}_{temperature:g}"
-            drafted: list[_Went] = []
-            plain: list[_Went] = []
+            drafted: list[_Continuation] = []
+            plain: list[_Continuation] = []
             for title, text in texts.items():
-                recording.step(f"round {index + 1}, {title} at {temperature:g}")
+                results.step(f"round {index + 1}, {title} at {temperature:g}")
                 ways = ((drafted, True), (plain, False))
                 for found, is_on in ways if index % 2 else reversed(ways):
                     found.append(await _go_on(settings, worker, text, temperature, index, speculation=is_on))
-            recording.figure(f"{name}_drafted", "tokens/s", _speed(drafted), "higher")
-            recording.figure(f"{name}_plain", "tokens/s", _speed(plain), "higher")
-            recording.ratio(f"{name}_drafted_to_plain", f"{name}_drafted", f"{name}_plain", "higher")
-            recording.figure(f"{name}_accepted", "share", _share_accepted(drafted), "higher")
-            recording.figure(f"{name}_tokens_a_forward", "tokens", _tokens_a_forward(drafted), "higher")
+            results.figure(f"{name}_drafted", "tokens/s", _speed(drafted), "higher")
+            results.figure(f"{name}_plain", "tokens/s", _speed(plain), "higher")
+            results.ratio(f"{name}_drafted_to_plain", f"{name}_drafted", f"{name}_plain", "higher")
+            results.figure(f"{name}_accepted", "share", _share_accepted(drafted), "higher")
+            results.figure(f"{name}_tokens_a_forward", "tokens", _tokens_a_forward(drafted), "higher")
 
 
-async def _compare(settings: Settings, worker: Worker, prompts: Prompts, index: int, recording: Recording) -> None:
+async def _compare(
+    settings: SpeculationSettings, worker: Worker, prompts: Prompts, index: int, results: Results
+) -> None:
     """With deterministic kernels: not one token may differ."""
-    recording.step(f"round {index + 1}, the same tokens")
+    results.step(f"round {index + 1}, the same tokens")
     for texts in prompts.values():
         for text in texts.values():
             for temperature in TEMPERATURES:
@@ -111,14 +113,20 @@ async def _compare(settings: Settings, worker: Worker, prompts: Prompts, index: 
                 pairs = zip(with_drafts.tokens, without.tokens, strict=False)
                 num_wrong = sum(one != other for one, other in pairs)
                 num_wrong += abs(len(with_drafts.tokens) - len(without.tokens))
-                recording.extend("compared", "tokens", [len(without.tokens)])
-                recording.extend("different", "tokens", [num_wrong])
-                recording.extend("accepted_deterministic", "tokens", [with_drafts.done.num_accepted])
+                results.extend("compared", "tokens", [len(without.tokens)])
+                results.extend("different", "tokens", [num_wrong])
+                results.extend("accepted_deterministic", "tokens", [with_drafts.done.num_accepted])
 
 
 async def _go_on(
-    settings: Settings, worker: Worker, prompt: list[int], temperature: float, seed: int, *, speculation: bool
-) -> _Went:
+    settings: SpeculationSettings,
+    worker: Worker,
+    prompt: list[int],
+    temperature: float,
+    seed: int,
+    *,
+    speculation: bool,
+) -> _Continuation:
     params = SamplingParams(seed=seed, max_tokens=settings.tokens, temperature=temperature, speculation=speculation)
     sequence = await worker.open()
     await worker.append(sequence, prompt)
@@ -131,18 +139,18 @@ async def _go_on(
     took = time.perf_counter() - started
     await worker.close(sequence)
     assert done is not None
-    return _Went(tokens, took, done)
+    return _Continuation(tokens, took, done)
 
 
-def _speed(went: list[_Went]) -> float:
+def _speed(went: list[_Continuation]) -> float:
     return sum(len(one.tokens) for one in went) / sum(one.duration_s for one in went)
 
 
-def _share_accepted(went: list[_Went]) -> float:
+def _share_accepted(went: list[_Continuation]) -> float:
     return sum(one.done.num_accepted for one in went) / max(1, sum(one.done.num_proposed for one in went))
 
 
-def _tokens_a_forward(went: list[_Went]) -> float:
+def _tokens_a_forward(went: list[_Continuation]) -> float:
     num = sum(len(one.tokens) for one in went)
     return num / (num - sum(one.done.num_accepted for one in went))
 
@@ -161,7 +169,7 @@ def judge(report: Report) -> list[Gate]:
 SCENARIO = Scenario(
     name="speculation",
     about="tokens a second with drafts and without, on repetitive texts and on prose; the same tokens either way",
-    settings=Settings,
+    settings=SpeculationSettings,
     quick={"rounds": 1, "tokens": 64},
     num_rounds=lambda settings: 2 * settings.rounds,
     measure=measure,

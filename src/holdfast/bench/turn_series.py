@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.bench.measure import median, percentile
 from holdfast.bench.report import Report
+from holdfast.bench.summary import median, percentile
 
 _BUCKET_S = 600.0
 _LEAST_BUCKETS = 4
@@ -15,7 +15,7 @@ _THINGS = ("roof", "door", "wall", "floor", "gate", "stair", "lamp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TurnMeasurement:
     """One turn as it was measured; each field is a series of the report.
 
     `wanted_tokens`: appended and pending. `pace_ms`: what one short question took beside it, the same in every turn.
@@ -55,7 +55,7 @@ def bucket_width_s(span_s: float, num_turns: int) -> float:
     return span_s / max(least, round(span_s / _BUCKET_S))
 
 
-def in_buckets(turns: Sequence[Turn]) -> list[list[Turn]]:
+def in_buckets(turns: Sequence[TurnMeasurement]) -> list[list[TurnMeasurement]]:
     """The turns since the window is full, bucket by bucket."""
     full = [turn for turn in turns if turn.is_full]
     if len(full) < 2:
@@ -75,7 +75,7 @@ class Aggregate:
     by_bucket: Mapping[str, list[float]]
 
 
-def aggregate_run(turns: Sequence[Turn]) -> Aggregate:
+def aggregate_run(turns: Sequence[TurnMeasurement]) -> Aggregate:
     buckets = [bucket for bucket in in_buckets(turns) if bucket]
     names = ("turn_ms", "first_token_ms", "pace_ms", "forwarded_tokens", "kv_live_bytes", "memory_bytes")
     by_bucket = {
@@ -101,8 +101,8 @@ def question_of(number: int) -> str:
     return f"Entry {number:05d}: the {thing} is done. What is next?"
 
 
-def turns_of(report: Report, contestant: str) -> list[Turn]:
+def turns_of(report: Report, contestant: str) -> list[TurnMeasurement]:
     """Every turn that was recorded whole."""
-    names = [column.name for column in dataclasses.fields(Turn)]
+    names = [column.name for column in dataclasses.fields(TurnMeasurement)]
     columns = [report.values(f"{contestant}/{name}") for name in names]
-    return [Turn(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=False)]
+    return [TurnMeasurement(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=False)]

@@ -26,7 +26,7 @@ def first_message(buffer: bytearray) -> tuple[int, int] | None:
     return (start, end) if len(buffer) >= end else None
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     status: int
     body: bytes
 
@@ -36,14 +36,14 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._waiting: asyncio.Future[Reply] | None = None
+        self._waiting: asyncio.Future[HttpReply] | None = None
         self._transport: asyncio.WriteTransport | None = None
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, sent: bytes) -> Reply:
+    async def ask(self, sent: bytes) -> HttpReply:
         if self._transport is None or not self.is_open:
             raise ConnectionResetError("the connection is closed")
         self._waiting = asyncio.get_running_loop().create_future()
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
         if (found := first_message(self._buffer)) is None:
             return
         start, end = found
-        reply = Reply(int(self._buffer[9:12]), bytes(self._buffer[start:end]))
+        reply = HttpReply(int(self._buffer[9:12]), bytes(self._buffer[start:end]))
         del self._buffer[:end]
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(reply)

@@ -20,7 +20,7 @@ from holdfast.bench import (
     responsiveness,
     speculation,
 )
-from holdfast.bench.compare import Verdict, cautions, compare
+from holdfast.bench.comparison import Verdict, cautions, compare
 from holdfast.bench.report import Figure, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, run
 from holdfast.engine.embedded import build_engine

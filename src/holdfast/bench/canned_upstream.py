@@ -53,13 +53,6 @@ class Script:
         return msgspec.json.encode(head | {"choices": [choice], "usage": usage})
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What the process has used so far."""
-
-    cpu_s: float
-
-
 def _base64(num_bytes: int) -> str:
     """Expert numbers as an MoE model of 128 experts has them: int32, most bits zero."""
     routing = np.random.default_rng(0).integers(0, 128, num_bytes * 3 // 16, dtype=np.int32)
@@ -97,8 +90,8 @@ async def _main(script: Script) -> None:
     answers = _answers(script)
     server = await asyncio.get_running_loop().create_server(lambda: _Upstream(answers), "127.0.0.1", 0)
 
-    async def usage(line: bytes) -> Usage:
-        return Usage(cpu_s())
+    async def usage(line: bytes) -> float:
+        return cpu_s()
 
     async with server:
         host, port = server.sockets[0].getsockname()

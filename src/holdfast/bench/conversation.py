@@ -35,7 +35,7 @@ class Web:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class TimedReply:
     """`turn_ms` is as the caller feels it; `first_token_ms` counts from when the request left, after `client_ms`."""
 
     turn_ms: float
@@ -64,7 +64,7 @@ class SdkTalk:
             return self._chat.continuation.first([SYSTEM, message]).ids
         return self._chat.continuation.tail(self._last, [message]).ids
 
-    def ask(self, question: str) -> Answered:
+    def ask(self, question: str) -> TimedReply:
         ids = self.ids(question)
         first_s, started = 0.0, time.perf_counter()
         generation = self.session.turn(
@@ -75,7 +75,7 @@ class SdkTalk:
         total_s = time.perf_counter() - started
         wanted = len(ids) + (self._last is not None)
         self._last = generation.tokens[-1]
-        return Answered(
+        return TimedReply(
             turn_ms=total_s * 1000,
             first_token_ms=first_s * 1000,
             forwarded=generation.done.prefill_tokens,
@@ -112,7 +112,7 @@ class WebTalk:
     history: int = 0
     recomputed: int = 0
 
-    def ask(self, messages: Sequence[Mapping[str, str]], num_tokens: int = 0, **extra: Any) -> Answered:
+    def ask(self, messages: Sequence[Mapping[str, str]], num_tokens: int = 0, **extra: Any) -> TimedReply:
         before, first_s, text, usage = self._prefilled(), 0.0, "", None
         started = time.perf_counter()
         chunks: Any = self.client.chat.completions.create(  # type: ignore[call-overload]
@@ -137,7 +137,7 @@ class WebTalk:
         wanted = usage.prompt_tokens - self.history + bool(self.history)
         self.history = usage.total_tokens
         self.recomputed = usage.model_dump()["holdfast"]["recomputed_tokens"]
-        return Answered(
+        return TimedReply(
             turn_ms=(ended - started) * 1000,
             first_token_ms=(first_s or ended - sent_at) * 1000,
             client_ms=(sent_at - started) * 1000,

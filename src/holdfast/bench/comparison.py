@@ -14,7 +14,7 @@ Verdict = Literal["better", "worse", "changed", "noise", "too few rounds"]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class FigureComparison:
     name: str
     before: Figure
     after: Figure
@@ -22,7 +22,7 @@ class Compared:
     verdict: Verdict
 
 
-def compare(before: Report, after: Report) -> list[Compared]:
+def compare(before: Report, after: Report) -> list[FigureComparison]:
     if before.scenario != after.scenario:
         raise InvalidArgument(f"{before.scenario} and {after.scenario} cannot be compared")
     shared = [name for name in before.figures if name in after.figures]
@@ -66,6 +66,6 @@ def cautions(before: Report, after: Report) -> list[str]:
     return sorted(found)
 
 
-def _compared(name: str, before: Figure, after: Figure) -> Compared:
+def _compared(name: str, before: Figure, after: Figure) -> FigureComparison:
     one, other = (figure.summary.median if figure.summary else math.nan for figure in (before, after))
-    return Compared(name, before, after, other / one if one else math.nan, verdict(before, after))
+    return FigureComparison(name, before, after, other / one if one else math.nan, verdict(before, after))

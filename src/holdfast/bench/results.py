@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.bench import machine
-from holdfast.bench.measure import median, thinned
 from holdfast.bench.report import Better, Figure, Report, Series
+from holdfast.bench.summary import median, thinned
 
 MOST_AT_ONCE = 5000
 OTHERS = "cpu_others"
 NOTEWORTHY_CORES = 0.2
 
 
-class Recording:
+class Results:
     """Mutable. `step` says what is being done now; `on_round` is called by the scenario after every round."""
 
     def __init__(

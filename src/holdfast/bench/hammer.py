@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from holdfast.bench.processes import Child, obey, started
-from holdfast.bench.served import Served, serving
+from holdfast.bench.server_process import ServerAddress, serving
 
 _TURNS = 3
 _CONNECTIONS = 8
@@ -16,7 +16,7 @@ _START_S = 60.0
 
 def hammered_share(model: str, seconds: float) -> Iterator[tuple[float, float]]:
     """Tokens a second of one stream, alone and hammered, in turns."""
-    with serving(model, "--proposer", "none") as served, started("hammering", served.http) as hammer:
+    with serving(model, "--proposer", "none") as served, started("hammer", served.http) as hammer:
         hammer.read(str, timeout_s=_START_S)
         _speed(served, seconds / 4)
         for _ in range(_TURNS):
@@ -34,7 +34,7 @@ def _tell(hammer: Child, *, is_on: bool) -> int:
     return hammer.ask(is_on, int, timeout_s=_START_S)
 
 
-def _speed(served: Served, seconds: float) -> float:
+def _speed(served: ServerAddress, seconds: float) -> float:
     """Tokens a second through the gRPC door, over one session."""
     from holdfast_sdk import Client
 

@@ -20,7 +20,7 @@ from holdfast.models import open_model
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class EngineSetup:
     dtype: str
     deterministic: bool = False
     model: str = DEFAULT_MODEL
@@ -29,7 +29,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EngineTask:
     """`decode`: `tokens` more for each of `batch` sequences of `history` tokens. `prefill`: `tokens` from nothing."""
 
     what: str
@@ -39,7 +39,7 @@ class Order:
 
 
 class Contestant:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         config = EngineConfig(
             device="cpu",
             dtype=setup.dtype,
@@ -52,7 +52,7 @@ class Contestant:
         self._ids = itertools.count(1)
         self._standing: tuple[int, list[int]] = (0, [])  # history, and the sequences that have it
 
-    def obey(self, order: Order) -> float:
+    def obey(self, order: EngineTask) -> float:
         """How many seconds it took."""
         if order.what == "prefill":
             self._stand(0, 0)
@@ -107,10 +107,10 @@ def _tokens(num: int, vocab_size: int) -> list[int]:
 
 
 def main() -> None:
-    contestant = Contestant(msgspec.json.decode(sys.argv[1], type=Setup))
+    contestant = Contestant(msgspec.json.decode(sys.argv[1], type=EngineSetup))
 
     async def handle(line: bytes) -> float:
-        return contestant.obey(msgspec.json.decode(line, type=Order))
+        return contestant.obey(msgspec.json.decode(line, type=EngineTask))
 
     asyncio.run(obey("ready", handle))
 

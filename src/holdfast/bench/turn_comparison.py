@@ -18,7 +18,7 @@ class Token(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTurn:
+class ChatExchange:
     """`reply` is the body as the client got it, or None where it was still waiting for it."""
 
     question: str
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare_chat(
-    turns: Sequence[ChatTurn], in_flight: ChatTurn | None, shown: dict[str, Any], samples: dict[str, Any]
+    turns: Sequence[ChatExchange], in_flight: ChatExchange | None, shown: dict[str, Any], samples: dict[str, Any]
 ) -> Comparison:
     """`shown` is what `GET /sessions/{id}` says, `samples` its samples as JSON."""
     num_stored = len(shown["records"])
@@ -90,7 +90,7 @@ def compare_chat(
     )
 
 
-def _chat_problem(turn: ChatTurn, number: int, shown: dict[str, Any]) -> str:
+def _chat_problem(turn: ChatExchange, number: int, shown: dict[str, Any]) -> str:
     """What is wrong with the record of an acknowledged turn, if anything."""
     assert turn.reply is not None
     messages = shown["messages"]

@@ -4,7 +4,7 @@ import json
 import urllib.request
 from typing import Any
 
-from holdfast.bench.canned import Script
+from holdfast.bench.canned_upstream import Script
 from holdfast.bench.load import body_of
 from holdfast.bench.processes import ProcessFailed
 

@@ -15,7 +15,7 @@ from holdfast.backends.passthrough import parse_routes
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.upstream import upstream_model_info
 from holdfast.bench.processes import cpu_s, obey, resident_bytes
-from holdfast.bench.stages import StageClock
+from holdfast.bench.stage_clock import StageClock
 from holdfast.chat.chat_model import load_chat
 from holdfast.config import DEFAULT_MODEL, ChatConfig, ServeConfig, UpstreamConfig
 from holdfast.models import open_model
@@ -30,7 +30,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RelaySetup:
     upstream: str
     mode: Mode = "lane"
     model: str = DEFAULT_MODEL
@@ -38,7 +38,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ServerUsage:
     """What the process has used so far. `looks` are samples of the main thread by stage."""
 
     cpu_s: float
@@ -63,13 +63,13 @@ class _Threads(DecodeQueue):
             self.cpu_s += time.thread_time() - started  # a lost update would cost one reply's share
 
 
-def _lane(setup: Setup) -> DecodeQueue:
+def _lane(setup: RelaySetup) -> DecodeQueue:
     if setup.mode == "inline":
         return DecodeQueue(setup.cpu_workers, inline_bytes=sys.maxsize)
     return _Threads(setup.cpu_workers) if setup.mode == "threads" else DecodeQueue(setup.cpu_workers)
 
 
-async def _main(setup: Setup) -> None:
+async def _main(setup: RelaySetup) -> None:
     source = open_model(setup.model)
     chat = Chat(load_chat(source, ChatConfig(), source.architecture.vocab_size), ChatConfig())
     model = upstream_model_info(
@@ -81,9 +81,9 @@ async def _main(setup: Setup) -> None:
     backend.lane = lane = _lane(setup)
     clock = StageClock()
 
-    async def usage(line: bytes) -> Usage:
+    async def usage(line: bytes) -> ServerUsage:
         threads_cpu_s = lane.cpu_s if isinstance(lane, _Threads) else 0.0
-        return Usage(cpu_s(), threads_cpu_s, resident_bytes(os.getpid()), dict(clock.looks))
+        return ServerUsage(cpu_s(), threads_cpu_s, resident_bytes(os.getpid()), dict(clock.looks))
 
     doors = ServeConfig(grpc="127.0.0.1:0", http="127.0.0.1:0", drain_s=2.0)
     upstream = Upstream(backend, backend.transport, parse_routes(""))
@@ -93,4 +93,4 @@ async def _main(setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Setup)))
+    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=RelaySetup)))

@@ -20,7 +20,7 @@ _ADDRESSES = re.compile(r"gRPC +(\S+)\n(?:.*\n)*? +metrics +(http://\S+)/metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerAddress:
     """Where a server is reached. `http` is a URL, `grpc` HOST:PORT."""
 
     http: str
@@ -28,7 +28,7 @@ class Served:
     pid: int
 
 
-class Server:
+class ServerProcess:
     """One process, on ports that are free. Whoever makes one ends it, with `stop` or `kill`."""
 
     def __init__(self, *flags: str) -> None:
@@ -42,12 +42,12 @@ class Server:
             start_new_session=True,  # Ctrl-C reaches us alone
         )
 
-    def wait_until_served(self) -> tuple[Served, float]:
+    def wait_until_served(self) -> tuple[ServerAddress, float]:
         """Blocks until both doors are open; how many seconds after its start that was."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while self._process.poll() is None and time.monotonic() < deadline:
             if found := _ADDRESSES.search(self._said()):
-                served = Served(http=found[2], grpc=found[1], pid=self._process.pid)
+                served = ServerAddress(http=found[2], grpc=found[1], pid=self._process.pid)
                 return served, time.perf_counter() - self._started
             time.sleep(_POLL_S)
         said = self._said().strip()[-_SHOWN:]
@@ -75,9 +75,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[Served]:
+def serving(*flags: str) -> Iterator[ServerAddress]:
     """A server for as long as this lasts."""
-    server = Server(*flags)
+    server = ServerProcess(*flags)
     try:
         served, _ = server.wait_until_served()
         yield served
