@@ -14,19 +14,25 @@ from hypothesis import strategies as st
 
 from holdfast.bench import overhead, responsiveness
 from holdfast.bench import page as drawing
-from holdfast.bench.canned_upstream import Script
-from holdfast.bench.comparison import cautions, compare, verdict
-from holdfast.bench.gates import Gate, all_right, control, median_at_least, median_at_most, percentile_at_most
-from holdfast.bench.load import QUESTION
+from holdfast.bench.gates import (
+    Gate,
+    all_right,
+    control,
+    median,
+    median_at_least,
+    median_at_most,
+    percentile,
+    percentile_at_most,
+    summarize,
+    thinned,
+)
+from holdfast.bench.load import QUESTION, record_problem, request
 from holdfast.bench.page import Chart, page, plot
 from holdfast.bench.processes import ProcessFailed, started
-from holdfast.bench.record_check import problem
-from holdfast.bench.report import Figure, Report, encode, read, write
-from holdfast.bench.results import Results
+from holdfast.bench.relay_server import stage_of
+from holdfast.bench.report import Figure, Report, Results, cautions, compare, encode, read, verdict, write
 from holdfast.bench.runner import Output, Scenario, command_of, run
-from holdfast.bench.stage_clock import stage_of
-from holdfast.bench.summary import median, percentile, summarize, thinned
-from holdfast.bench.wire import first_message, request, response
+from holdfast.bench.upstreams import Script, first_message, response
 from holdfast.cli import main
 from holdfast.errors import ConfigError, InvalidArgument
 from tests.serving import default_chat
@@ -86,7 +92,7 @@ def test_gates_hold_and_fail_at_their_limits() -> None:
 
 def test_nothing_done_is_not_all_right() -> None:
     assert all_right("g", 10, 0).passed
-    assert not all_right("g", 10, 1, "status 500").passed
+    assert not all_right("g", 10, 1).passed
     assert not all_right("g", 0, 0).passed
 
 
@@ -340,11 +346,11 @@ def test_a_question_has_64_tokens() -> None:
 def test_a_record_that_lost_something_is_found_out() -> None:
     script = Script(4, 64)
     record = {"response": json.loads(script.reply())}
-    assert problem([record], [1, *script.token_ids], script) == ""
-    assert "records" in problem([], script.token_ids, script)
-    assert "token ids" in problem([record], [1, 2, 3, 4], script)
+    assert record_problem([record], [1, *script.token_ids], script) == ""
+    assert "records" in record_problem([], script.token_ids, script)
+    assert "token ids" in record_problem([record], [1, 2, 3, 4], script)
     cut = {"response": json.loads(script.reply(with_payload=False))}
-    assert "not what the upstream sent" in problem([cut], script.token_ids, script)
+    assert "not what the upstream sent" in record_problem([cut], script.token_ids, script)
 
 
 def test_stages_are_told_apart_by_file() -> None:
@@ -356,7 +362,7 @@ def test_stages_are_told_apart_by_file() -> None:
 
 
 def test_a_process_that_dies_says_why() -> None:
-    with started("canned_upstream", "not JSON") as child, pytest.raises(ProcessFailed, match="JSON is malformed"):
+    with started("upstreams", "canned", "not JSON") as child, pytest.raises(ProcessFailed, match="JSON is malformed"):
         child.read(str, timeout_s=60)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from holdfast.bench import capacity
 from holdfast.bench.gates import faster, within_budget
-from holdfast.bench.report import Report
-from holdfast.bench.results import Results
+from holdfast.bench.report import Report, Results
 from holdfast.cli import main
 
 SETTINGS = {"sessions": 6, "slabs": 2, "snapshot_mb": 100, "disk_mb": 40}
@@ -64,7 +63,7 @@ def test_capacity_is_judged_by_all_that_can_go_wrong() -> None:
 
 def test_more_on_disk_than_there_is_in_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "capacity", "--snapshot-mb", "10", "--disk-mb", "11"]) == 2
-    assert "no 11 can be on disk" in capsys.readouterr().err
+    assert "--disk-mb 11 must not exceed --snapshot-mb 10" in capsys.readouterr().err
 
 
 def test_parked_sessions_wake_from_snapshots_and_from_their_tokens(

@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.bench import long_session
+from holdfast.bench.conversation import question_of
 from holdfast.bench.gates import Gate, kv_bounded, prefill_bounded
-from holdfast.bench.long_session import CONTROL, DOORS, LongSessionSettings, commands, judge
-from holdfast.bench.report import Report
-from holdfast.bench.results import Results
+from holdfast.bench.long_session import CLIENTS, CONTROL, LongSessionSettings, commands, judge
+from holdfast.bench.report import Report, Results
 from holdfast.bench.turn_series import (
     TurnMeasurement,
     aggregate_run,
     bucket_width_s,
     bucketize,
     in_buckets,
-    question_of,
     turns_of,
 )
 from holdfast.cli import main
@@ -290,11 +289,11 @@ def test_a_short_run_shows_both_doors_flat_and_the_control_growing(
     assert main(["bench", "long-session", *flags, "--json", "-", "--output", str(tmp_path)]) in (0, 1)
     report = json.loads(capsys.readouterr().out)
     gates = {gate["name"]: gate for gate in report["gates"]}
-    timed = {f"{door}/prefill_bounded" for door in DOORS}  # by the clock too, and six turns are few
+    timed = {f"{door}/prefill_bounded" for door in CLIENTS}  # by the clock too, and six turns are few
     failed = [gate for name, gate in gates.items() if not gate["passed"] and name not in timed]
     assert (len(gates), failed) == (9, [])
     series = {name: found["values"] for name, found in report["series"].items()}
-    for door in DOORS:
+    for door in CLIENTS:
         assert series[f"{door}/forwarded_tokens"] == series[f"{door}/wanted_tokens"]
         assert len(series[f"{door}/kv_live_bytes"]) == 6
         assert series[f"{door}/kv_live_bytes"] == series[f"{door}/kv_formula_bytes"]

@@ -7,9 +7,8 @@ import pytest
 
 from holdfast.bench import quality
 from holdfast.bench.gates import share_at_least, stays_flat
-from holdfast.bench.recall import facts, perplexities, recalls
-from holdfast.bench.report import Report, Series, read
-from holdfast.bench.results import Results
+from holdfast.bench.quality import facts, perplexities, recalls
+from holdfast.bench.report import Report, Results, Series, read
 from holdfast.bench.runner import Output, run
 from holdfast.cli import main
 from holdfast.config import EngineConfig
@@ -105,7 +104,7 @@ def test_a_model_that_knows_nothing_recalls_nothing() -> None:
 
 
 def test_a_text_that_is_missing_or_too_short_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no text"):
+    with pytest.raises(ConfigError, match="cannot read"):
         quality._text(quality.QualitySettings(text=str(tmp_path / "missing")))
     (tmp_path / "short").write_text("Hello.", encoding="utf-8")
     assert main(["bench", "quality", "--text", str(tmp_path / "short"), "--output", str(tmp_path)]) == 2

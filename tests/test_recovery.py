@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from holdfast.bench import recovery
-from holdfast.bench.crew import CheckResult, Crew, Life
+from holdfast.bench.agents import ChatExchange, Token, TokenTurn, compare_chat, compare_tokens
 from holdfast.bench.gates import none_missing, under_load
-from holdfast.bench.prompted_upstream import PromptedUpstream
-from holdfast.bench.report import Report
-from holdfast.bench.results import Results
-from holdfast.bench.turn_comparison import ChatExchange, Token, TokenTurn, compare_chat, compare_tokens
+from holdfast.bench.recovery import CheckResult, Crew, Life
+from holdfast.bench.report import Report, Results
+from holdfast.bench.upstreams import PromptedUpstream
 from tests.effort import examples
 
 # A chat: what the client got, and what the server has
@@ -201,12 +200,12 @@ class _FakeCrew:
 
     async def live(self, least_s: float, most_s: float) -> Life:
         checked = CheckResult(num_sessions=2, num_turns=3)
-        return Life(start_s=1.0, num_turns=4, in_flight=self.in_flight.pop(0), checked=checked, refused=())
+        return Life(start_s=1.0, num_turns=4, in_flight=self.in_flight.pop(0), check=checked, refused=())
 
     async def die_at_start(self, most_s: float) -> None:
         self.num_interrupted += 1
 
-    async def last_look(self) -> tuple[CheckResult, int]:
+    async def check_all(self) -> tuple[CheckResult, int]:
         return CheckResult(num_sessions=2, num_turns=7), 0
 
 
@@ -237,9 +236,9 @@ async def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: 
     settings = recovery.RecoverySettings(chats=3, token_sessions=2)
     async with PromptedUpstream(delay_s=0.001) as upstream:
         crew = Crew(
-            lambda number: recovery.recruited(settings, number),
+            lambda number: recovery.make_agent(settings, number),
             size=5,
-            most_turns=10,
+            max_turns=10,
             flags=["--backend", "sglang", "--upstream", upstream.url, "--data-dir", str(tmp_path)],
             seed=1,
         )
@@ -248,9 +247,9 @@ async def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: 
             assert not life.refused
             assert life.in_flight > 0
             assert life.num_turns > 5
-            assert not life.checked.problems
+            assert not life.check.problems
         _forget_two_turns(tmp_path)
-        checked, code = await crew.last_look()
+        checked, code = await crew.check_all()
         assert checked.num_lost in (1, 2)  # one of the two may have been in flight
         assert (checked.num_altered, checked.num_stuck, code) == (0, 0, 0), checked.problems
         assert checked.num_turns > 10

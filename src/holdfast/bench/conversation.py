@@ -1,42 +1,32 @@
-"""One conversation by two doors: raw tokens through the SDK, messages through the openai package."""
+"""One conversation with two clients: raw tokens with our SDK over gRPC, messages with the openai package over HTTP."""
 
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.bench.processes import ProcessFailed
 from holdfast.chat.chat_model import ChatModel
 
 if TYPE_CHECKING:
-    import openai
     from holdfast_sdk import Client
 
 TIMEOUT_S = 600.0
 SYSTEM = {"role": "system", "content": "You are a terse assistant who keeps a log."}
+_THINGS = ("roof", "door", "wall", "floor", "gate", "stair", "lamp")
 _PREFILLED = "holdfast_generate_prefill_tokens_sum "
 
 
-@dataclass(slots=True)
-class Clock:
-    """When the last request left the openai package, which looks at every message of the conversation before that."""
-
-    sent_at: float = 0.0
-
-    def note(self, request: object) -> None:
-        self.sent_at = time.perf_counter()
-
-
-@dataclass(frozen=True, slots=True)
-class Web:
-    client: "openai.OpenAI"
-    clock: Clock
+def question_of(number: int) -> str:
+    """The question of a turn: a different one each time, always of the same length."""
+    thing = _THINGS[number % len(_THINGS)]
+    return f"Entry {number:05d}: the {thing} is done. What is next?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedReply:
-    """`turn_ms` is as the caller feels it; `first_token_ms` counts from when the request left, after `client_ms`."""
+    """`turn_ms` is what the caller waits; `first_token_ms` counts from when the request left, after `client_ms`."""
 
     turn_ms: float
     first_token_ms: float
@@ -46,8 +36,8 @@ class TimedReply:
     client_ms: float = 0.0
 
 
-class SdkTalk:
-    """The conversation as raw tokens over gRPC, pinned as the HTTP door pins it."""
+class SdkChat:
+    """The conversation as raw tokens over gRPC. Pins the same tokens as a chat session over HTTP does."""
 
     def __init__(self, client: "Client", chat: ChatModel, reply_tokens: int) -> None:
         model = client.model_info()
@@ -58,14 +48,8 @@ class SdkTalk:
         self._bias = dict.fromkeys(chat.continuation.stop_token_ids, -100.0)
         self._last: int | None = None
 
-    def ids(self, question: str) -> list[int]:
-        message = {"role": "user", "content": question}
-        if self._last is None:
-            return self._chat.continuation.first([SYSTEM, message]).ids
-        return self._chat.continuation.tail(self._last, [message]).ids
-
     def ask(self, question: str) -> TimedReply:
-        ids = self.ids(question)
+        ids = self._ids(question)
         first_s, started = 0.0, time.perf_counter()
         generation = self.session.turn(
             ids, max_tokens=self._reply_tokens, temperature=0.0, logit_bias=self._bias, timeout_s=TIMEOUT_S
@@ -83,9 +67,9 @@ class SdkTalk:
             text=self._chat.tokenizer.decode(generation.tokens, skip_special=True),
         )
 
-    def say(self, question: str, num_chunks: int) -> list[int]:
-        """A turn of the script, its tokens given in `num_chunks` parts: what was sampled."""
-        ids = self.ids(question)
+    def sample(self, question: str, num_chunks: int) -> list[int]:
+        """The sampled tokens of a turn whose own tokens are appended in `num_chunks` parts."""
+        ids = self._ids(question)
         size = -(-len(ids) // num_chunks)
         parts = [ids[start : start + size] for start in range(0, len(ids), size)]
         for part in parts[:-1]:
@@ -98,29 +82,61 @@ class SdkTalk:
         self._last = generation.tokens[-1]
         return generation.tokens
 
+    def _ids(self, question: str) -> list[int]:
+        message = {"role": "user", "content": question}
+        if self._last is None:
+            return self._chat.continuation.first([SYSTEM, message]).ids
+        return self._chat.continuation.tail(self._last, [message]).ids
 
-@dataclass(slots=True, kw_only=True)
-class WebTalk:
-    """The conversation as messages through the openai package; with a session or without."""
 
-    client: "openai.OpenAI"
-    clock: Clock
-    http: str
-    reply_tokens: int
-    bias: Mapping[str, int]
-    messages: list[dict[str, str]] = field(default_factory=lambda: [dict(SYSTEM)])
-    history: int = 0
-    recomputed: int = 0
+class OpenAIServer:
+    """The openai package connected to a server; `close` it at the end.
+
+    `sent_at` is when the last request left the package, which goes through every message of the conversation before.
+    """
+
+    def __init__(self, http: str) -> None:
+        import openai
+
+        connection = openai.DefaultHttpxClient(timeout=TIMEOUT_S, event_hooks={"request": [self._note_sent]})
+        self.http = http
+        self.client = openai.OpenAI(base_url=http, api_key="none", max_retries=0, http_client=connection)
+        self.sent_at = 0.0
+
+    def prefilled(self) -> int:
+        """How many tokens the server's generations have computed before their first one, so far."""
+        with urllib.request.urlopen(f"{self.http}/metrics", timeout=TIMEOUT_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return int(float(next(line for line in lines if line.startswith(_PREFILLED)).split()[1]))
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _note_sent(self, request: object) -> None:
+        self.sent_at = time.perf_counter()
+
+
+class OpenAIChat:
+    """The conversation as messages; `path` is that of a session, or of the stateless endpoint."""
+
+    def __init__(self, server: OpenAIServer, path: str, chat: ChatModel, reply_tokens: int) -> None:
+        self.messages = [dict(SYSTEM)]
+        self.recomputed = 0
+        self._history = 0
+        self._server = server
+        self._client = server.client.with_options(base_url=server.http + path)
+        self._reply_tokens = reply_tokens
+        self._bias = {str(token): -100 for token in chat.continuation.stop_token_ids}
 
     def ask(self, messages: Sequence[Mapping[str, str]], num_tokens: int = 0, **extra: Any) -> TimedReply:
-        before, first_s, text, usage = self._prefilled(), 0.0, "", None
+        before, first_s, text, usage = self._server.prefilled(), 0.0, "", None
         started = time.perf_counter()
-        chunks: Any = self.client.chat.completions.create(  # type: ignore[call-overload]
+        chunks: Any = self._client.chat.completions.create(  # type: ignore[call-overload]
             model="any",
             messages=messages,
             temperature=0.0,
-            max_completion_tokens=num_tokens or self.reply_tokens,
-            logit_bias=dict(self.bias),
+            max_completion_tokens=num_tokens or self._reply_tokens,
+            logit_bias=self._bias,
             stream=True,
             stream_options={"include_usage": True},
             extra_body=extra,
@@ -128,26 +144,20 @@ class WebTalk:
         for chunk in chunks:
             for choice in chunk.choices:
                 if choice.delta.content:
-                    first_s = first_s or time.perf_counter() - self.clock.sent_at
+                    first_s = first_s or time.perf_counter() - self._server.sent_at
                     text += choice.delta.content
             usage = chunk.usage or usage
-        ended, sent_at = time.perf_counter(), self.clock.sent_at
+        ended, sent_at = time.perf_counter(), self._server.sent_at
         if usage is None:
-            raise ProcessFailed("a reply ended without saying what it cost")
-        wanted = usage.prompt_tokens - self.history + bool(self.history)
-        self.history = usage.total_tokens
+            raise ProcessFailed("a streamed response ended without its usage")
+        wanted = usage.prompt_tokens - self._history + bool(self._history)
+        self._history = usage.total_tokens
         self.recomputed = usage.model_dump()["holdfast"]["recomputed_tokens"]
         return TimedReply(
             turn_ms=(ended - started) * 1000,
             first_token_ms=(first_s or ended - sent_at) * 1000,
             client_ms=(sent_at - started) * 1000,
-            forwarded=self._prefilled() - before,
+            forwarded=self._server.prefilled() - before,
             wanted=wanted,
             text=text,
         )
-
-    def _prefilled(self) -> int:
-        """All tokens that the server's generations have computed before their first one, so far."""
-        with urllib.request.urlopen(f"{self.http}/metrics", timeout=TIMEOUT_S) as answer:
-            lines = answer.read().decode().splitlines()
-        return int(float(next(line for line in lines if line.startswith(_PREFILLED)).split()[1]))

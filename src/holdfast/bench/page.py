@@ -1,4 +1,4 @@
-"""A report for the eye: a plot, and one self-contained page. Plots need matplotlib; without it there are the tables."""
+"""A report to look at: a plot, and one self-contained HTML page. Plots need matplotlib; tables do not."""
 
 import base64
 import html
@@ -15,7 +15,7 @@ _COLOURS = ("#1f6f8b", "#d1495b", "#edae49", "#66a182", "#2e4057", "#8d96a3", "#
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`names` are figures or series: their distribution, their course by index, or their medians with the spread."""
+    """Figures or series `names`: their distribution, their values in order, or their medians with the spread."""
 
     title: str
     kind: Literal["distribution", "course", "bars"]
@@ -25,7 +25,7 @@ class Chart:
 
 
 def plot(report: Report, charts: Sequence[Chart]) -> bytes | None:
-    """A PNG; None where matplotlib is not installed or nothing was measured."""
+    """A PNG; None if matplotlib is not installed or nothing was measured."""
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
@@ -95,7 +95,7 @@ def page(report: Report, image: bytes | None) -> str:
     return _PAGE.format(
         title=html.escape(f"{report.scenario} {' '.join(state)}".strip()),
         notes="".join(f"<p>{html.escape(note)}</p>" for note in report.notes),
-        gates=_table(("", "gate", "why"), gates),
+        gates=_table(("", "gate", "reason"), gates),
         picture=picture,
         figures=_table(("figure", "median", "spread", "unit", "better", "rounds"), figures),
         facts=_table(("", ""), facts.items()),

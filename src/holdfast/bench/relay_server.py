@@ -1,23 +1,30 @@
-"""Holdfast in front of a canned upstream, with replies decoded in one of the ways that are compared. A process."""
+"""A server in front of the canned upstream that decodes replies in one of three modes, and where its CPU time goes.
+
+A process: it answers each order with what it has used so far.
+"""
 
 import asyncio
 import os
+import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Literal, TypeVar, get_args
 
 import msgspec
 
+from holdfast.backends import decode_queue, json_members, validation
 from holdfast.backends.decode_queue import DecodeQueue
 from holdfast.backends.passthrough import parse_routes
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.upstream import upstream_model_info
-from holdfast.bench.processes import cpu_s, obey, resident_bytes
-from holdfast.bench.stage_clock import StageClock
+from holdfast.bench.machine import own_cpu_s, resident_bytes
+from holdfast.bench.processes import obey
 from holdfast.chat.chat_model import load_chat
-from holdfast.config import DEFAULT_MODEL, ChatConfig, ServeConfig, UpstreamConfig
+from holdfast.config import ChatConfig, ServeConfig, UpstreamConfig
 from holdfast.models import open_model
 from holdfast.observability.metrics import Metrics
 from holdfast.serving.http import Upstream
@@ -28,27 +35,78 @@ T = TypeVar("T")
 Mode = Literal["inline", "lane", "threads"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+_SAMPLE_INTERVAL_S = 0.005  # of CPU time
+
+# The innermost frame of the stack that matches one of these paths says which stage it was.
+_STAGES = {
+    **{module.__name__.replace(".", "/") + ".py": "decode" for module in (validation, json_members, decode_queue)},
+    "/holdfast/backends/": "upstream",
+    "/aiohttp/": "upstream",
+    "/yarl/": "upstream",
+    "/holdfast/chats/": "turn",
+    "/holdfast/sessions/": "turn",
+    "/holdfast/chat/": "turn",
+    "/jinja2/": "turn",
+    "/tokenizers/": "turn",
+    "/holdfast/serving/": "client",
+    "/starlette/": "client",
+    "/uvicorn/": "client",
+    "/h11/": "client",
+    "/httptools/": "client",
+    "/asyncio/selector_events.py": "sockets",
+    "/asyncio/": "loop",
+    "/selectors.py": "loop",
+}
+STAGES = (*dict.fromkeys(_STAGES.values()), "other")
+
 
 @dataclass(frozen=True, slots=True)
 class RelaySetup:
     upstream: str
-    mode: Mode = "lane"
-    model: str = DEFAULT_MODEL
-    cpu_workers: int = 0
+    mode: Mode
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
 class ServerUsage:
-    """What the process has used so far. `looks` are samples of the main thread by stage."""
+    """What the process has used so far. `num_samples` counts stack samples of the main thread by stage."""
 
     cpu_s: float
     threads_cpu_s: float
     rss_bytes: int
-    looks: dict[str, int]
+    num_samples: dict[str, int]
 
 
-class _Threads(DecodeQueue):
-    """Every large reply is decoded in the pool of threads."""
+class StageClock:
+    """Samples the stack of the main thread at intervals of CPU time, and counts the samples by stage."""
+
+    def __init__(self) -> None:
+        self.num_samples: Counter[str] = Counter()
+        self._known: dict[str, str | None] = {}
+
+    def start(self) -> None:
+        signal.signal(signal.SIGPROF, self._sample)
+        signal.setitimer(signal.ITIMER_PROF, _SAMPLE_INTERVAL_S, _SAMPLE_INTERVAL_S)
+
+    def _sample(self, number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path not in self._known:
+                self._known[path] = stage_of(path)
+            if (stage := self._known[path]) is not None:
+                self.num_samples[stage] += 1
+                return
+            frame = frame.f_back
+        self.num_samples["other"] += 1
+
+
+def stage_of(path: str) -> str | None:
+    """The stage that a source file belongs to."""
+    return next((stage for part, stage in _STAGES.items() if part in path.replace("\\", "/")), None)
+
+
+class _ThreadedQueue(DecodeQueue):
+    """Decodes every large reply in a pool of threads."""
 
     cpu_s = 0.0
 
@@ -60,13 +118,13 @@ class _Threads(DecodeQueue):
         try:
             return work()
         finally:
-            self.cpu_s += time.thread_time() - started  # a lost update would cost one reply's share
+            self.cpu_s += time.thread_time() - started  # not locked: a lost update costs one reply's share
 
 
-def _lane(setup: RelaySetup) -> DecodeQueue:
-    if setup.mode == "inline":
-        return DecodeQueue(setup.cpu_workers, inline_bytes=sys.maxsize)
-    return _Threads(setup.cpu_workers) if setup.mode == "threads" else DecodeQueue(setup.cpu_workers)
+def _queue(mode: Mode) -> DecodeQueue:
+    if mode == "inline":
+        return DecodeQueue(inline_bytes=sys.maxsize)
+    return _ThreadedQueue() if mode == "threads" else DecodeQueue()
 
 
 async def _main(setup: RelaySetup) -> None:
@@ -78,16 +136,16 @@ async def _main(setup: RelaySetup) -> None:
     metrics = Metrics()
     config = UpstreamConfig(upstream=setup.upstream, routing_replay="full")
     backend = SGLangBackend(config, model, observe=metrics.observe_upstream)
-    backend.lane = lane = _lane(setup)
+    backend.lane = queue = _queue(setup.mode)
     clock = StageClock()
 
     async def usage(line: bytes) -> ServerUsage:
-        threads_cpu_s = lane.cpu_s if isinstance(lane, _Threads) else 0.0
-        return ServerUsage(cpu_s(), threads_cpu_s, resident_bytes(os.getpid()), dict(clock.looks))
+        threads_cpu_s = queue.cpu_s if isinstance(queue, _ThreadedQueue) else 0.0
+        return ServerUsage(own_cpu_s(), threads_cpu_s, resident_bytes(os.getpid()), dict(clock.num_samples))
 
-    doors = ServeConfig(grpc="127.0.0.1:0", http="127.0.0.1:0", drain_s=2.0)
+    addresses = ServeConfig(grpc="127.0.0.1:0", http="127.0.0.1:0", drain_s=2.0)
     upstream = Upstream(backend, backend.transport, parse_routes(""))
-    async with running(backend, doors, metrics, replace(chat, upstream=upstream)) as at:
+    async with running(backend, addresses, metrics, replace(chat, upstream=upstream)) as at:
         clock.start()
         await obey(at.http, usage)
 

@@ -1,9 +1,12 @@
-"""Runs a scenario: progress on stderr, a checkpoint after every round, and a report whatever happens."""
+"""Runs a scenario: shows progress on stderr, saves after every round, and writes a report however the run ends."""
 
 import contextlib
 import dataclasses
+import importlib.util
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +18,21 @@ from rich.table import Table
 
 from holdfast.bench.gates import Gate
 from holdfast.bench.page import HOW_TO_PLOT, Chart, page, plot
-from holdfast.bench.report import Report, encode, write
-from holdfast.bench.results import Results
-from holdfast.errors import HoldfastError
+from holdfast.bench.report import Report, Results, encode, write
+from holdfast.errors import ConfigError, HoldfastError
 
 RESULTS = Path("bench/results")
-INTERRUPTED = 130
+_SIGNALLED = 128  # exit codes are this and the number of the signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is measured, how it is judged and how it is drawn. `settings` is a dataclass of `config.option`s."""
+    """How something is measured, judged and drawn. `settings` is a dataclass of `config.option`s."""
 
     name: str
     about: str
     settings: type[Any]
-    quick: Mapping[str, Any]  # what --quick changes
+    quick: Mapping[str, Any]  # settings that --quick changes
     num_rounds: Callable[[Any], int]
     measure: Callable[[Any, Results], None]
     judge: Callable[[Report], list[Gate]]
@@ -39,17 +41,28 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a report goes. `json`: a file beside the others, or `-` for stdout, which then has nothing else."""
+    """Where a report goes. `json`: a further file, or `-` for stdout, which then holds nothing else."""
 
     folder: Path = RESULTS
     json: str = ""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run as Ctrl-C does, so that servers and other child processes are stopped."""
+
+
+def require(*modules: str) -> None:
+    """Raises ConfigError if one of these optional packages is not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"this scenario needs {', '.join(missing)}: pip install 'holdfast[bench]'")
+
+
 def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = False) -> int:
-    """0 where every gate holds, 1 where one fails, 130 after Ctrl-C. An error is raised once all is saved."""
+    """0 if every gate passed, 1 if one failed, 130 after Ctrl-C. Raises what went wrong once the report is saved."""
     console = Console(stderr=True, highlight=False)
     if is_quick:
-        console.print(f"[yellow]{scenario.name}, quick: shorter and noisier than the real run[/]")
+        console.print(f"[yellow]{scenario.name}, quick: shorter and noisier than the full run[/]")
     with _progress(console, scenario.name, scenario.num_rounds(settings)) as (step, advance):
         results = Results(
             scenario.name,
@@ -67,31 +80,51 @@ def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = F
             advance()
 
         results.on_round = checkpoint
-        error = _measured(scenario, settings, results)
+        end = _measure(scenario, settings, results)
     report = results.report
     report.gates = scenario.judge(report)
     _save(report, scenario.charts(settings), path, output, console)
-    if error is not None:
-        raise error
-    return INTERRUPTED if report.is_partial else 0 if report.passed else 1
+    if isinstance(end, HoldfastError):
+        raise end
+    if end is not None:
+        return _SIGNALLED + (signal.SIGTERM if isinstance(end, Terminated) else signal.SIGINT)
+    return 0 if report.passed else 1
 
 
-def _measured(scenario: Scenario, settings: Any, results: Results) -> HoldfastError | None:
-    """What ended it early, other than Ctrl-C. What was measured until then stays."""
-    error = None
+def _measure(scenario: Scenario, settings: Any, results: Results) -> BaseException | None:
+    """What ended the run early, if anything. What was measured until then stays in the report."""
+    end = None
     try:
-        scenario.measure(settings, results)
+        with _sigterm_raised():
+            scenario.measure(settings, results)
     except (KeyboardInterrupt, HoldfastError) as exc:
         results.report.is_partial = True
-        results.report.notes.append(f"ended early by {type(exc).__name__}")
-        error = exc if isinstance(exc, HoldfastError) else None
+        results.note(f"ended early by {type(exc).__name__}")
+        end = exc
     results.close()
-    results.caution()
-    return error
+    results.note_busy_machine()
+    return end
+
+
+@contextlib.contextmanager
+def _sigterm_raised() -> Iterator[None]:
+    """SIGTERM raises Terminated. Only the main thread may set signal handlers; elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def command_of(scenario: Scenario, settings: Any, *, is_quick: bool) -> str:
-    """The command that runs just this again."""
+    """The command that repeats this run."""
     words = ["holdfast", "bench", scenario.name, *(["--quick"] if is_quick else [])]
     for field in dataclasses.fields(settings):
         default = scenario.quick.get(field.name, field.default) if is_quick else field.default
@@ -110,7 +143,7 @@ def _save(report: Report, charts: Sequence[Chart], path: Path, output: Output, c
     _show(report, console)
     if not image and report.figures:
         console.print(f"[yellow]{HOW_TO_PLOT}[/]", markup=True, soft_wrap=True)
-    console.print(f"[dim]{path} and the page beside it[/]", soft_wrap=True)
+    console.print(f"[dim]report: {path} and {path.with_suffix('.html').name}[/]", soft_wrap=True)
     if output.json == "-":
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
@@ -138,13 +171,7 @@ def _show(report: Report, console: Console) -> None:
 def _progress(
     console: Console, name: str, num_rounds: int
 ) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"{name}: starting", total=num_rounds)
         yield (
