@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.backends import decode_queue
 from holdfast.bench import overhead, responsiveness
-from holdfast.bench import page as drawing
+from holdfast.bench import runner as drawing
 from holdfast.bench.gates import (
     Gate,
     all_right,
@@ -27,11 +30,10 @@ from holdfast.bench.gates import (
     thinned,
 )
 from holdfast.bench.load import QUESTION, record_problem, request
-from holdfast.bench.page import Chart, page, plot
-from holdfast.bench.processes import ProcessFailed, started
+from holdfast.bench.processes import Child, ProcessFailed, started
 from holdfast.bench.relay_server import stage_of
 from holdfast.bench.report import Figure, Report, Results, cautions, compare, encode, read, verdict, write
-from holdfast.bench.runner import Output, Scenario, command_of, run
+from holdfast.bench.runner import Chart, Output, Scenario, command_of, page, plot, require, run
 from holdfast.bench.upstreams import Script, first_message, response
 from holdfast.cli import main
 from holdfast.errors import ConfigError, InvalidArgument
@@ -298,6 +300,33 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFi
     assert {file.suffix for file in tmp_path.iterdir()} >= {".json", ".html"}
 
 
+def test_sigterm_ends_a_run_as_ctrl_c_does_and_with_it_its_child_processes(tmp_path: Path) -> None:
+    children: list[Child] = []
+
+    def terminated(settings: Any, results: Results) -> None:
+        _one_round(settings, results)
+        with started("load") as child:
+            children.append(child)
+            child.read(str)
+            os.kill(os.getpid(), signal.SIGTERM)
+            child.read(str, timeout_s=60)  # never answers, and is interrupted
+
+    scenario, settings = _scenario(terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(scenario, settings, Output(tmp_path)) == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    (report,) = (read(file) for file in tmp_path.glob("*.json"))
+    assert report.notes == ["ended early by Terminated"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(children[0].pid, 0)
+
+
+def test_a_missing_optional_package_is_named() -> None:
+    require("json")
+    with pytest.raises(ConfigError, match="no_such_package"):
+        require("json", "no_such_package")
+
+
 def test_an_error_is_raised_once_all_is_saved(tmp_path: Path) -> None:
     def broken(settings: Any, results: Results) -> None:
         _one_round(settings, results)
@@ -355,6 +384,7 @@ def test_a_record_that_lost_something_is_found_out() -> None:
 
 def test_stages_are_told_apart_by_file() -> None:
     assert stage_of("/x/holdfast/backends/validation.py") == "decode"
+    assert stage_of(decode_queue.__file__) == "decode"
     assert stage_of("/x/holdfast/backends/transport.py") == "upstream"
     assert stage_of("/x/site-packages/uvicorn/protocols/http/h11_impl.py") == "client"
     assert stage_of("/x/asyncio/selector_events.py") == "sockets"

@@ -3,8 +3,9 @@
 import pytest
 
 from holdfast.bench import speculation
-from holdfast.bench.engine_speed import DECODE, PREFILL, Contestant, EngineSetup, EngineTask
+from holdfast.bench.engine_speed import DECODE, PREFILL, Contestant, EngineTask
 from holdfast.bench.report import Report, Results
+from holdfast.config import DEFAULT_MODEL, EngineConfig
 
 
 def _report(**values: float) -> Report:
@@ -47,7 +48,7 @@ def test_one_other_token_fails_speculation_and_so_does_nothing_compared() -> Non
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_contestant_stands_where_it_stood_before_its_turn(batch: int) -> None:
-    contestant = Contestant(EngineSetup("auto", recent=64, sessions=2))
+    contestant = Contestant(DEFAULT_MODEL, EngineConfig(device="cpu", recent=64, sessions=2))
     order = EngineTask("decode", 3, history=20, batch=batch)
     assert contestant.run(order) > 0
     ready = contestant._ready

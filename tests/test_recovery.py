@@ -1,6 +1,7 @@
 """`holdfast bench recovery`: what counts as lost or altered, gates that can fail, and a real server that is killed."""
 
 import json
+import socket
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,25 @@ from typing import Any
 import pytest
 
 from holdfast.bench import recovery
-from holdfast.bench.agents import ChatExchange, Token, TokenTurn, compare_chat, compare_tokens
+from holdfast.bench.agents import (
+    ChatAgent,
+    ChatExchange,
+    ServerGone,
+    Token,
+    TokenAgent,
+    TokenTurn,
+    UnexpectedResponse,
+    compare_chat,
+    compare_tokens,
+    connected,
+)
 from holdfast.bench.gates import none_missing, under_load
+from holdfast.bench.processes import RunningServer
 from holdfast.bench.recovery import CheckResult, Crew, Life
 from holdfast.bench.report import Report, Results
 from holdfast.bench.upstreams import PromptedUpstream
 from tests.effort import examples
+from tests.serving import default_chat, serving, wordy_engine
 
 # A chat: what the client got, and what the server has
 
@@ -142,6 +156,31 @@ def test_of_a_stream_that_broke_off_what_was_streamed_begins_what_is_on_record()
     assert (found.has_more, found.problem) == (True, "")
     assert compare_tokens([GIVEN], streamed, [*GIVEN.tokens, Token(7), Token(9, -2.0, -2.0)]).num_altered == 1
     assert compare_tokens([GIVEN], None, [*GIVEN.tokens, Token(7)]).num_altered == 1
+
+
+# Agents
+
+
+@pytest.mark.parametrize("kind", [ChatAgent, TokenAgent])
+async def test_a_server_that_cannot_be_reached_is_gone(kind: type[ChatAgent | TokenAgent]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        async with connected(RunningServer(f"http://{address}", address, 0)) as clients:
+            with pytest.raises(ServerGone):
+                await kind(reply_tokens=1, seed=0).turn(clients)
+
+
+@pytest.mark.parametrize("kind", [ChatAgent, TokenAgent])
+async def test_an_error_of_the_server_is_an_unexpected_response(kind: type[ChatAgent | TokenAgent]) -> None:
+    async with (
+        serving(wordy_engine(), default_chat()) as server,
+        connected(RunningServer(f"http://{server.http}", server.address, 0)) as clients,
+    ):
+        agent = kind(reply_tokens=1, seed=0)
+        agent.session_id = "unknown"
+        with pytest.raises(UnexpectedResponse, match="session_not_found"):
+            await agent.turn(clients)
 
 
 # Gates

@@ -20,7 +20,7 @@ from holdfast.bench.processes import RunningServer
 from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
-    from holdfast_sdk import AsyncClient, AsyncGeneration
+    from holdfast_sdk import AsyncClient
 
 _TIMEOUT_S = 120.0
 _IDS = range(100, 5000)
@@ -296,6 +296,8 @@ class TokenAgent(Agent[TokenTurn]):
         self._in_flight = None
 
     async def _sample(self, clients: ServerClients, given: tuple[int, ...], length: int) -> None:
+        from holdfast_sdk import HoldfastError as SdkError
+
         generation = await clients.sdk.session(self.session_id).turn(
             given,
             max_tokens=self._reply_tokens,
@@ -305,10 +307,13 @@ class TokenAgent(Agent[TokenTurn]):
             temperature=1.0,
         )
         sampled: tuple[Token, ...] = ()
-        with _acknowledged(generation):
+        try:
             async for token in generation:
                 sampled += (Token(token.id, token.logprob, token.sampling_logprob),)
                 self._in_flight = TokenTurn(given, sampled)
+        except SdkError:
+            if not generation.is_done:  # the last event acknowledges the turn, even if the connection breaks off then
+                raise
 
     async def _compare(self, clients: ServerClients) -> Comparison:
         stored: list[Token] = []
@@ -326,18 +331,6 @@ class TokenAgent(Agent[TokenTurn]):
                 self._turns.append(TokenTurn(given, tuple(rest[len(given) :])))
             self._in_flight = None
         return found
-
-
-@contextlib.contextmanager
-def _acknowledged(generation: "AsyncGeneration") -> Iterator[None]:
-    """A turn counts as acknowledged once its last event has arrived, even if the connection breaks off right then."""
-    from holdfast_sdk import HoldfastError as SdkError
-
-    try:
-        yield
-    except SdkError:
-        if not generation.is_done:
-            raise
 
 
 async def _ask(

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 from holdfast.bench.agents import ServerClients, connected
 from holdfast.bench.gates import Gate, all_right, faster, median, none_missing, percentile_at_most, within_budget
 from holdfast.bench.machine import MIB, resident_bytes
-from holdfast.bench.page import Chart
 from holdfast.bench.processes import ProcessFailed, RunningServer, serving
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Scenario, require
+from holdfast.bench.runner import Chart, Scenario, require
 from holdfast.config import DEFAULT_MODEL, option
 from holdfast.errors import ConfigError
 

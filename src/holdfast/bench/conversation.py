@@ -10,7 +10,7 @@ from holdfast.bench.processes import ProcessFailed
 from holdfast.chat.chat_model import ChatModel
 
 if TYPE_CHECKING:
-    from holdfast_sdk import Client
+    from holdfast_sdk import Client, Generation
 
 TIMEOUT_S = 600.0
 SYSTEM = {"role": "system", "content": "You are a terse assistant who keeps a log."}
@@ -50,14 +50,12 @@ class SdkChat:
 
     def ask(self, question: str) -> TimedReply:
         ids = self._ids(question)
+        wanted = len(ids) + (self._last is not None)
         first_s, started = 0.0, time.perf_counter()
-        generation = self.session.turn(
-            ids, max_tokens=self._reply_tokens, temperature=0.0, logit_bias=self._bias, timeout_s=TIMEOUT_S
-        )
+        generation = self._turn(ids, temperature=0.0)
         for _ in generation:
             first_s = first_s or time.perf_counter() - started
         total_s = time.perf_counter() - started
-        wanted = len(ids) + (self._last is not None)
         self._last = generation.tokens[-1]
         return TimedReply(
             turn_ms=total_s * 1000,
@@ -74,13 +72,14 @@ class SdkChat:
         parts = [ids[start : start + size] for start in range(0, len(ids), size)]
         for part in parts[:-1]:
             self.session.append(part)
-        generation = self.session.turn(
-            parts[-1], max_tokens=self._reply_tokens, temperature=0.8, seed=1, logit_bias=self._bias
+        tokens = [token.id for token in self._turn(parts[-1], temperature=0.8, seed=1)]
+        self._last = tokens[-1]
+        return tokens
+
+    def _turn(self, ids: list[int], **sampling: Any) -> "Generation":
+        return self.session.turn(
+            ids, max_tokens=self._reply_tokens, logit_bias=self._bias, timeout_s=TIMEOUT_S, **sampling
         )
-        for _ in generation:
-            pass
-        self._last = generation.tokens[-1]
-        return generation.tokens
 
     def _ids(self, question: str) -> list[int]:
         message = {"role": "user", "content": question}

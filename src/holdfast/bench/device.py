@@ -37,21 +37,9 @@ _CONTESTANTS = {  # dtype, and whether it is deterministic
     "int8": ("int8", False),
     "bfloat16 deterministic": ("bfloat16", True),
 }
-_SIZES: dict[str, dict[str, Any]] = {
-    "0.6B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
+_SIZES = {  # hidden size, intermediate size, layers, heads, whether the embeddings are tied
+    "0.6B": (1024, 3072, 28, 16, True),
+    "8B": (4096, 12288, 36, 32, False),
 }
 
 
@@ -70,18 +58,31 @@ class DeviceRate:
     ratio: float  # to the faster transformers, in this run
 
 
+def timed(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
 def make_model(size: str) -> Any:
     """Random bfloat16 weights at the shape of Qwen3's `size`, on the device."""
     import transformers
 
+    hidden, intermediate, layers, heads, is_tied = _SIZES[size]
     config = transformers.Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        tie_word_embeddings=is_tied,
         vocab_size=151936,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **_SIZES[size],
     )
     build: Any = transformers.Qwen3ForCausalLM
     torch.manual_seed(0)
@@ -135,13 +136,13 @@ class TransformersPeer:
     @torch.inference_mode()
     def eager_rate(self, num_steps: int = 8) -> float:
         """Tokens per second without the graph."""
+
+        def steps() -> None:
+            for _ in range(num_steps):
+                self._step()
+
         self._rewind()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(num_steps):
-            self._step()
-        torch.cuda.synchronize()
-        return self._batch * num_steps / (time.perf_counter() - started)
+        return self._batch * num_steps / timed(steps)
 
     def _step(self) -> None:
         """Mask and positions are given, so that transformers need not make them: its cheapest step."""
@@ -182,17 +183,17 @@ class CudaContestant:
     def prefill(self) -> float:
         """Tokens per second, in chunks; leaves every slab with a full window."""
         first = self._slabs[0]
-        for _ in range(2):  # the first time records the graphs
+
+        def read() -> None:
             first.reset()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
             for start in range(0, len(self._tokens), CHUNK):
                 self._forward(first, self._tokens[start : start + CHUNK], 0)
-            torch.cuda.synchronize()
-            duration = time.perf_counter() - started
+
+        read()  # records the graphs
+        took_s = timed(read)
         for slab in self._slabs[1:]:
             self._engine.copy_slab(first, slab)
-        return len(self._tokens) / duration
+        return len(self._tokens) / took_s
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         self._slabs[0].reset()
@@ -216,14 +217,6 @@ class CudaContestant:
         logits = self._engine.forward([Row(slab, tokens, num_logits)])
         slab.end_write(len(tokens))
         return logits
-
-
-def timed(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def bandwidth() -> float:

@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 
 from holdfast.bench import llama_peer
 from holdfast.bench.gates import Gate, median_at_least
-from holdfast.bench.page import Chart
 from holdfast.bench.processes import Child, ProcessFailed, RunningServer, obey, serving, started
 from holdfast.bench.quality import log_softmax, long_text
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Scenario, require
+from holdfast.bench.runner import Chart, Scenario, require
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
 from holdfast.engine.embedded import build_engine
@@ -57,14 +56,7 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode
 """
 _Q8_0 = "7"
 
-
-@dataclass(frozen=True, slots=True)
-class EngineSetup:
-    dtype: str
-    deterministic: bool = False
-    model: str = DEFAULT_MODEL
-    recent: int = 4096
-    sessions: int = 8
+_cpu_engine = functools.partial(EngineConfig, device="cpu", recent=4096, sessions=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +72,8 @@ class EngineTask:
 class Contestant:
     """Our engine, driven step by step without a worker."""
 
-    def __init__(self, setup: EngineSetup) -> None:
-        config = EngineConfig(
-            device="cpu",
-            dtype=setup.dtype,
-            deterministic=setup.deterministic,
-            recent=setup.recent,
-            sessions=setup.sessions,
-        )
-        self._engine = build_engine(open_model(setup.model), config)
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        self._engine = build_engine(open_model(model), config)
         self._sequences = Sequences(self._engine, max_batch=64, max_recompute_tokens=0)
         self._ids = itertools.count(1)
         self._ready: tuple[int, list[int]] = (0, [])  # a length of history, and the sequences that have it
@@ -176,16 +161,19 @@ def find_peers(python: str, model: str, folder: Path, results: Results) -> Peers
 
 
 @contextlib.contextmanager
-def _contestants(ours: Mapping[str, EngineSetup], peers: Peers, context: int) -> Iterator[dict[str, Child]]:
+def _contestants(
+    model: str, ours: Mapping[str, EngineConfig], peers: Peers, context: int
+) -> Iterator[dict[str, Child]]:
     """All contestants by name, loaded and waiting for tasks."""
+    threads = str(len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack:
-        children = {}
-        for name, setup in ours.items():
-            children[name] = stack.enter_context(started("engine_speed", setup))
+        children: dict[str, Child] = {}
+        for name, config in ours.items():
+            children[name] = stack.enter_context(started("engine_speed", model, config))
             children[name].read(str)
         for name, path in peers.files.items():
-            arguments = [str(path), str(len(os.sched_getaffinity(0))), str(context)]
-            children[name] = stack.enter_context(Child(name, [peers.python, llama_peer.__file__, *arguments]))
+            command = [peers.python, llama_peer.__file__, str(path), threads, str(context)]
+            children[name] = stack.enter_context(Child(name, command))
             children[name].read(str)
         yield children
 
@@ -217,9 +205,9 @@ def _measure_decode(settings: DecodeSettings, results: Results) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results.step("loading")
         peers = find_peers(settings.llama_python, settings.model, Path(folder), results)
-        ours = {dtype: EngineSetup(dtype, model=settings.model) for dtype in _DTYPES}
+        ours = {dtype: _cpu_engine(dtype=dtype) for dtype in _DTYPES}
         longest = max(settings.history, settings.long) + settings.tokens + 8
-        with _contestants(ours, peers, longest) as children:
+        with _contestants(settings.model, ours, peers, longest) as children:
             for name, child in children.items():
                 results.step(f"warming up {name}")
                 _tokens_per_s(child, EngineTask("decode", settings.tokens, settings.history))
@@ -256,9 +244,9 @@ def _decode_round(settings: DecodeSettings, children: Mapping[str, Child], resul
 
 def _measure_long_history(settings: DecodeSettings, peers: Peers, results: Results) -> None:
     """With processes of its own, as filling the history takes longer than everything else."""
-    ours = {"int8": EngineSetup("int8", model=settings.model, recent=settings.long, sessions=1)}
+    ours = {"int8": _cpu_engine(dtype="int8", recent=settings.long, sessions=1)}
     peers = Peers(peers.python, {name: path for name, path in peers.files.items() if name != "llama_file"})
-    with _contestants(ours, peers, settings.long + settings.tokens + 8) as children:
+    with _contestants(settings.model, ours, peers, settings.long + settings.tokens + 8) as children:
         task = EngineTask("decode", settings.tokens // 2 or 1, settings.long)
         for name, child in children.items():
             results.step(f"{settings.long} tokens of history, {name}")
@@ -352,13 +340,13 @@ class PrefillSettings:
 
 
 def _measure_prefill(settings: PrefillSettings, results: Results) -> None:
-    ours = {dtype: EngineSetup(dtype, model=settings.model) for dtype in _DTYPES}
-    ours["deterministic"] = EngineSetup("int8", deterministic=True, model=settings.model)
+    ours = {dtype: _cpu_engine(dtype=dtype) for dtype in _DTYPES}
+    ours["deterministic"] = _cpu_engine(dtype="int8", deterministic=True)
     task = EngineTask("prefill", settings.tokens)
     with tempfile.TemporaryDirectory() as folder:
         results.step("loading")
         peers = find_peers(settings.llama_python, settings.model, Path(folder), results)
-        with _contestants(ours, peers, settings.tokens + 8) as children:
+        with _contestants(settings.model, ours, peers, settings.tokens + 8) as children:
             for child in children.values():
                 _tokens_per_s(child, task)
             for index in range(settings.rounds):
@@ -392,4 +380,4 @@ async def _main(contestant: Contestant) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Contestant(msgspec.json.decode(sys.argv[1], type=EngineSetup))))
+    asyncio.run(_main(Contestant(sys.argv[1], msgspec.json.decode(sys.argv[2], type=EngineConfig))))

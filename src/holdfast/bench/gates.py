@@ -142,10 +142,7 @@ def control(name: str, gate: Gate, num_values: int) -> Gate:
 
 
 def kv_bounded(
-    name: str,
-    live_bytes: Sequence[float],
-    formula_bytes: Sequence[float],
-    memory_bytes: Sequence[Sequence[float]],
+    name: str, live_bytes: Sequence[float], formula_bytes: Sequence[float], memory_bytes: Sequence[Sequence[float]]
 ) -> Gate:
     """Passes if the cache has stopped growing: equal to the formula, never zero, and the process memory is flat.
 
@@ -173,10 +170,7 @@ def kv_bounded(
 
 
 def prefill_bounded(
-    name: str,
-    forwarded: Sequence[float],
-    wanted: Sequence[float],
-    first_token: Sequence[Sequence[float]],
+    name: str, forwarded: Sequence[float], wanted: Sequence[float], first_token: Sequence[Sequence[float]]
 ) -> Gate:
     """Passes if each turn computes exactly its new tokens and the pending one, and stays as fast as at the beginning.
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 from holdfast.bench.conversation import SYSTEM, TIMEOUT_S, OpenAIChat, OpenAIServer, SdkChat, TimedReply, question_of
 from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_bounded
 from holdfast.bench.machine import resident_bytes
-from holdfast.bench.page import Chart
 from holdfast.bench.processes import ProcessFailed, RunningServer, serving
 from holdfast.bench.report import Better, Report, Results
-from holdfast.bench.runner import Scenario, command_of, require
+from holdfast.bench.runner import Chart, Scenario, command_of, require
 from holdfast.bench.turn_series import TurnMeasurement, aggregate_run, in_buckets, turns_of, unit_of
 from holdfast.chat.chat_model import load_chat
 from holdfast.config import DEFAULT_MODEL, ChatConfig, option

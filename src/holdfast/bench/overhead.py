@@ -13,10 +13,9 @@ from typing import Literal, get_args
 from holdfast.bench.gates import Gate, all_right, median, median_at_least, percentile
 from holdfast.bench.load import LoadClient, LoadPlan, LoadResult
 from holdfast.bench.machine import MIB, cpu_s_of, resident_bytes
-from holdfast.bench.page import Chart
 from holdfast.bench.processes import ProcessFailed, ServerProcess, started
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Scenario
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.bench.upstreams import Script
 from holdfast.config import DEFAULT_MODEL, option
 
@@ -76,10 +75,7 @@ def measure(settings: OverheadSettings, results: Results) -> None:
 def _targets(settings: OverheadSettings) -> Iterator[tuple[dict[Way, _Target], list[int]]]:
     """Two upstreams, and in front of each a server with a journal and one without; also the ids of all processes."""
     small, large = Script(settings.tokens), Script(settings.tokens, settings.large_kib * 1024)
-    served: tuple[tuple[Script, Way, Way], ...] = (
-        (small, "served", "journaled"),
-        (large, "large", "large_journaled"),
-    )
+    served: tuple[tuple[Script, Way, Way], ...] = ((small, "served", "journaled"), (large, "large", "large_journaled"))
     targets: dict[Way, _Target] = {}
     pids: list[int] = []
     servers: list[tuple[Way, Script, ServerProcess]] = []

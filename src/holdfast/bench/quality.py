@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.bench.gates import Gate, control, median_at_least, percentile_at_most, share_at_least, stays_flat
-from holdfast.bench.page import Chart
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Scenario
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
 from holdfast.engine.checkpoint import Checkpoint

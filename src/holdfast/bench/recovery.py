@@ -12,20 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from holdfast.bench.agents import (
-    Agent,
-    ChatAgent,
-    ServerClients,
-    ServerGone,
-    TokenAgent,
-    UnexpectedResponse,
-    connected,
-)
+from holdfast.bench.agents import Agent, ChatAgent, ServerClients, ServerGone, TokenAgent, UnexpectedResponse, connected
 from holdfast.bench.gates import Gate, all_right, none_missing, under_load
-from holdfast.bench.page import Chart
 from holdfast.bench.processes import ServerProcess, started
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Scenario, require
+from holdfast.bench.runner import Chart, Scenario, require
 from holdfast.config import DEFAULT_MODEL, option
 from holdfast.errors import HoldfastError
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Literal, TypeVar, get_args
 
-import msgspec
-
 from holdfast.backends import decode_queue, json_members, validation
 from holdfast.backends.decode_queue import DecodeQueue
 from holdfast.backends.passthrough import parse_routes
@@ -37,34 +35,16 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 _SAMPLE_INTERVAL_S = 0.005  # of CPU time
 
-# The innermost frame of the stack that matches one of these paths says which stage it was.
+# The innermost frame of the stack whose path holds one of these says which stage it was; the first match counts.
 _STAGES = {
-    **{module.__name__.replace(".", "/") + ".py": "decode" for module in (validation, json_members, decode_queue)},
-    "/holdfast/backends/": "upstream",
-    "/aiohttp/": "upstream",
-    "/yarl/": "upstream",
-    "/holdfast/chats/": "turn",
-    "/holdfast/sessions/": "turn",
-    "/holdfast/chat/": "turn",
-    "/jinja2/": "turn",
-    "/tokenizers/": "turn",
-    "/holdfast/serving/": "client",
-    "/starlette/": "client",
-    "/uvicorn/": "client",
-    "/h11/": "client",
-    "/httptools/": "client",
-    "/asyncio/selector_events.py": "sockets",
-    "/asyncio/": "loop",
-    "/selectors.py": "loop",
+    "decode": [module.__name__.replace(".", "/") + ".py" for module in (validation, json_members, decode_queue)],
+    "upstream": ["/holdfast/backends/", "/aiohttp/", "/yarl/"],
+    "turn": ["/holdfast/chats/", "/holdfast/sessions/", "/holdfast/chat/", "/jinja2/", "/tokenizers/"],
+    "client": ["/holdfast/serving/", "/starlette/", "/uvicorn/", "/h11/", "/httptools/"],
+    "sockets": ["/asyncio/selector_events.py"],
+    "loop": ["/asyncio/", "/selectors.py"],
 }
-STAGES = (*dict.fromkeys(_STAGES.values()), "other")
-
-
-@dataclass(frozen=True, slots=True)
-class RelaySetup:
-    upstream: str
-    mode: Mode
-    model: str
+STAGES = (*_STAGES, "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +82,7 @@ class StageClock:
 
 def stage_of(path: str) -> str | None:
     """The stage that a source file belongs to."""
-    return next((stage for part, stage in _STAGES.items() if part in path.replace("\\", "/")), None)
+    return next((stage for stage, parts in _STAGES.items() if any(part in path for part in parts)), None)
 
 
 class _ThreadedQueue(DecodeQueue):
@@ -127,16 +107,16 @@ def _queue(mode: Mode) -> DecodeQueue:
     return _ThreadedQueue() if mode == "threads" else DecodeQueue()
 
 
-async def _main(setup: RelaySetup) -> None:
-    source = open_model(setup.model)
+async def _main(upstream_url: str, mode: Mode, model_name: str) -> None:
+    source = open_model(model_name)
     chat = Chat(load_chat(source, ChatConfig(), source.architecture.vocab_size), ChatConfig())
     model = upstream_model_info(
         name=source.name, vocab_size=source.architecture.vocab_size, eos_token_ids=source.eos_token_ids
     )
     metrics = Metrics()
-    config = UpstreamConfig(upstream=setup.upstream, routing_replay="full")
+    config = UpstreamConfig(upstream=upstream_url, routing_replay="full")
     backend = SGLangBackend(config, model, observe=metrics.observe_upstream)
-    backend.lane = queue = _queue(setup.mode)
+    backend.lane = queue = _queue(mode)
     clock = StageClock()
 
     async def usage(line: bytes) -> ServerUsage:
@@ -151,4 +131,4 @@ async def _main(setup: RelaySetup) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=RelaySetup)))
+    asyncio.run(_main(*sys.argv[1:]))  # type: ignore[arg-type]

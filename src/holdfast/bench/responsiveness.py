@@ -19,11 +19,10 @@ from holdfast.bench.gates import (
 )
 from holdfast.bench.load import LoadClient, LoadPlan, LoadResult
 from holdfast.bench.machine import MIB
-from holdfast.bench.page import Chart
 from holdfast.bench.processes import Child, started
-from holdfast.bench.relay_server import MODES, STAGES, Mode, RelaySetup, ServerUsage
+from holdfast.bench.relay_server import MODES, STAGES, Mode, ServerUsage
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Scenario
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.bench.upstreams import Script
 from holdfast.config import DEFAULT_MODEL, option
 
@@ -54,9 +53,7 @@ def measure(settings: ResponsivenessSettings, results: Results) -> None:
         load = stack.enter_context(started("load"))
         url = upstream.read(str)
         load.read(str)
-        servers = {
-            mode: stack.enter_context(started("relay_server", RelaySetup(url, mode, settings.model))) for mode in MODES
-        }
+        servers = {mode: stack.enter_context(started("relay_server", url, mode, settings.model)) for mode in MODES}
         run = _ResponsivenessRun(
             settings=settings, script=script, upstream=upstream, load=LoadClient(load, results), servers=servers
         )

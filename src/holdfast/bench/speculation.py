@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 
 from holdfast.bench.gates import Gate, all_right, median_at_least
-from holdfast.bench.page import Chart
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Scenario
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
 from holdfast.engine.embedded import build_worker
@@ -88,10 +87,6 @@ class _Continuation:
     tokens: list[int]
     duration_s: float
     done: Done
-
-
-def measure(settings: SpeculationSettings, results: Results) -> None:
-    asyncio.run(_measure(settings, results))
 
 
 async def _measure(settings: SpeculationSettings, results: Results) -> None:
@@ -203,7 +198,7 @@ SCENARIO = Scenario(
     settings=SpeculationSettings,
     quick={"rounds": 1, "tokens": 64},
     num_rounds=lambda settings: 2 * settings.rounds,
-    measure=measure,
+    measure=lambda settings, results: asyncio.run(_measure(settings, results)),
     judge=judge,
     charts=charts,
 )
