@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends import decode_queue
+from holdfast.backends import json_members
 from holdfast.bench import overhead, responsiveness
 from holdfast.bench import runner as drawing
 from holdfast.bench.gates import (
@@ -384,7 +384,7 @@ def test_a_record_that_lost_something_is_found_out() -> None:
 
 def test_stages_are_told_apart_by_file() -> None:
     assert stage_of("/x/holdfast/backends/validation.py") == "decode"
-    assert stage_of(decode_queue.__file__) == "decode"
+    assert stage_of(json_members.__file__) == "decode"
     assert stage_of("/x/holdfast/backends/transport.py") == "upstream"
     assert stage_of("/x/site-packages/uvicorn/protocols/http/h11_impl.py") == "client"
     assert stage_of("/x/asyncio/selector_events.py") == "sockets"

@@ -189,7 +189,7 @@ def _judge(report: Report, required: Mapping[str, float]) -> list[Gate]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSettings:
+class DecodeSpeedSettings:
     tokens: int = option(48, "tokens to decode in each measurement", least=1)
     history: int = option(512, "tokens of history", least=1)
     long: int = option(4096, "tokens of a long history; 0: not measured")
@@ -199,7 +199,7 @@ class DecodeSettings:
     hammer_s: float = option(8.0, "time to decode while clients hammer the HTTP endpoint; 0: not measured")
 
 
-def _measure_decode(settings: DecodeSettings, results: Results) -> None:
+def _measure_decode(settings: DecodeSpeedSettings, results: Results) -> None:
     if settings.hammer_s:
         require("holdfast_sdk")
     with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +229,7 @@ def _measure_decode(settings: DecodeSettings, results: Results) -> None:
     results.on_round()
 
 
-def _decode_round(settings: DecodeSettings, children: Mapping[str, Child], results: Results) -> None:
+def _decode_round(settings: DecodeSpeedSettings, children: Mapping[str, Child], results: Results) -> None:
     task = EngineTask("decode", settings.tokens, settings.history)
     for name, child in children.items():
         results.figure(name, "tokens/s", _tokens_per_s(child, task), "higher")
@@ -242,7 +242,7 @@ def _decode_round(settings: DecodeSettings, children: Mapping[str, Child], resul
             results.ratio(f"{dtype}_to_{peer}", dtype, peer, "higher")
 
 
-def _measure_long_history(settings: DecodeSettings, peers: Peers, results: Results) -> None:
+def _measure_long_history(settings: DecodeSpeedSettings, peers: Peers, results: Results) -> None:
     """With processes of its own, as filling the history takes longer than everything else."""
     ours = {"int8": _cpu_engine(dtype="int8", recent=settings.long, sessions=1)}
     peers = Peers(peers.python, {name: path for name, path in peers.files.items() if name != "llama_file"})
@@ -318,7 +318,7 @@ def _judge_decode(report: Report) -> list[Gate]:
 DECODE = Scenario(
     name="decode",
     about="decoded tokens/s by dtype, batch and history, compared with llama.cpp if it is installed",
-    settings=DecodeSettings,
+    settings=DecodeSpeedSettings,
     quick={"rounds": 2, "tokens": 16, "long": 0, "hammer_s": 1.0},
     num_rounds=lambda settings: settings.rounds * (2 if settings.long else 1) + 1,
     measure=_measure_decode,
@@ -332,14 +332,14 @@ DECODE = Scenario(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillSettings:
+class PrefillSpeedSettings:
     tokens: int = option(512, "tokens of the prompt", least=1)
     rounds: int = option(8, "rounds, in each of which every contestant is measured once", least=1)
     model: str = option(DEFAULT_MODEL, "model; llama.cpp takes part if it is a GGUF file")
     llama_python: str = option("", "Python interpreter that has llama_cpp, if this one has not")
 
 
-def _measure_prefill(settings: PrefillSettings, results: Results) -> None:
+def _measure_prefill(settings: PrefillSpeedSettings, results: Results) -> None:
     ours = {dtype: _cpu_engine(dtype=dtype) for dtype in _DTYPES}
     ours["deterministic"] = _cpu_engine(dtype="int8", deterministic=True)
     task = EngineTask("prefill", settings.tokens)
@@ -361,7 +361,7 @@ def _measure_prefill(settings: PrefillSettings, results: Results) -> None:
 PREFILL = Scenario(
     name="prefill",
     about="prompt tokens/s by dtype, compared with llama.cpp if it is installed",
-    settings=PrefillSettings,
+    settings=PrefillSpeedSettings,
     quick={"rounds": 3, "tokens": 256},
     num_rounds=lambda settings: settings.rounds,
     measure=_measure_prefill,

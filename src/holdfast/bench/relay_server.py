@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Literal, TypeVar, get_args
 
-from holdfast.backends import decode_queue, json_members, validation
+from holdfast.backends import json_members, validation
 from holdfast.backends.decode_queue import DecodeQueue
 from holdfast.backends.passthrough import parse_routes
 from holdfast.backends.sglang import SGLangBackend
@@ -37,7 +37,7 @@ _SAMPLE_INTERVAL_S = 0.005  # of CPU time
 
 # The innermost frame of the stack whose path holds one of these says which stage it was; the first match counts.
 _STAGES = {
-    "decode": [module.__name__.replace(".", "/") + ".py" for module in (validation, json_members, decode_queue)],
+    "decode": [module.__name__.replace(".", "/") + ".py" for module in (validation, json_members)],
     "upstream": ["/holdfast/backends/", "/aiohttp/", "/yarl/"],
     "turn": ["/holdfast/chats/", "/holdfast/sessions/", "/holdfast/chat/", "/jinja2/", "/tokenizers/"],
     "client": ["/holdfast/serving/", "/starlette/", "/uvicorn/", "/h11/", "/httptools/"],
@@ -86,12 +86,16 @@ def stage_of(path: str) -> str | None:
 
 
 class _ThreadedQueue(DecodeQueue):
-    """Decodes every large reply in a pool of threads."""
+    """Decodes every reply in a thread, at most one per core at a time."""
 
-    cpu_s = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.cpu_s = 0.0
+        self._free_threads = asyncio.Semaphore(min(16, os.cpu_count() or 1))
 
     async def decode(self, work: Callable[[], T], num_bytes: int) -> T:
-        return await self.offload(lambda: self._timed(work))
+        async with self._free_threads:
+            return await asyncio.to_thread(self._timed, work)
 
     def _timed(self, work: Callable[[], T]) -> T:
         started = time.thread_time()
