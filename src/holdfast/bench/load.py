@@ -1,6 +1,6 @@
 """Chat clients that send the next request as soon as the last one is answered, and polls of /health. A process.
 
-Their HTTP is raw bytes on a socket: a client library would take more CPU than the server that is measured.
+Their HTTP is raw bytes on a socket: they share the cores with the server, and must not be what is measured.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """How fast /health answers while large replies come in, with replies decoded inline, in the lane or in threads.
 
-The lane is the server's own way; all three take turns in one run.
+The lane is what the server itself does: one large reply per pass of the event loop. All three take turns in one run.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Two upstreams in SGLang's format, each a process: one with a fixed reply, one whose replies depend on the prompt.
 
-Their HTTP, like that of `load.py`, is raw bytes on a socket, so that neither end of a bench is what it measures.
+The HTTP of the first one, like that of `load.py`, is raw bytes on a socket, so that it is not what is measured.
 """
 
 import asyncio
