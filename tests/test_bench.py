@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,21 +14,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.backends import json_members
 from holdfast.bench import overhead, responsiveness
-from holdfast.bench import page as drawing
-from holdfast.bench.canned import Script
-from holdfast.bench.checking import problem
-from holdfast.bench.compare import cautions, compare, verdict
-from holdfast.bench.gates import Gate, all_right, control, median_at_least, median_at_most, percentile_at_most
-from holdfast.bench.load import QUESTION
-from holdfast.bench.measure import median, percentile, summarize, thinned
-from holdfast.bench.page import Chart, page, plot
-from holdfast.bench.processes import ProcessFailed, started
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Figure, Report, encode, read, write
-from holdfast.bench.runner import Output, Scenario, command_of, run
-from holdfast.bench.stages import stage_of
-from holdfast.bench.wire import first_message, request, response
+from holdfast.bench import runner as drawing
+from holdfast.bench.gates import (
+    Gate,
+    all_right,
+    control,
+    median,
+    median_at_least,
+    median_at_most,
+    percentile,
+    percentile_at_most,
+    summarize,
+    thinned,
+)
+from holdfast.bench.load import QUESTION, record_problem, request
+from holdfast.bench.processes import Child, ProcessFailed, started
+from holdfast.bench.relay_server import stage_of
+from holdfast.bench.report import Figure, Report, Results, cautions, compare, encode, read, verdict, write
+from holdfast.bench.runner import Chart, Output, Scenario, command_of, page, plot, require, run
+from holdfast.bench.upstreams import Script, first_message, response
 from holdfast.cli import main
 from holdfast.errors import ConfigError, InvalidArgument
 from tests.serving import default_chat
@@ -86,7 +94,7 @@ def test_gates_hold_and_fail_at_their_limits() -> None:
 
 def test_nothing_done_is_not_all_right() -> None:
     assert all_right("g", 10, 0).passed
-    assert not all_right("g", 10, 1, "status 500").passed
+    assert not all_right("g", 10, 1).passed
     assert not all_right("g", 0, 0).passed
 
 
@@ -98,17 +106,17 @@ def test_a_control_must_fail_and_must_be_measured() -> None:
 
 
 def _measured(lane_ms: float, inline_ms: float, *, num_wrong: int = 0) -> Report:
-    recording = Recording("responsiveness", "holdfast bench responsiveness", {})
+    results = Results("responsiveness", "holdfast bench responsiveness", {})
     for mode, value in (("inline", inline_ms), ("lane", lane_ms), ("threads", inline_ms)):
-        recording.extend(f"{mode}/health_ms", "ms", [value] * 20)
-        recording.extend(f"{mode}/answered", "", [20.0])
-        recording.extend(f"{mode}/wrong", "", [float(num_wrong)])
-        recording.extend(f"{mode}/records_wrong", "", [0.0])
-        recording.figure(f"{mode}/health_p95", "ms", value, "lower")
-        recording.figure(f"{mode}/chats_per_s", "1/s", 100.0, "higher")
-    recording.ratio("lane:inline/health_p95", "lane/health_p95", "inline/health_p95", "lower")
-    recording.close()
-    return recording.report
+        results.extend(f"{mode}/health_ms", "ms", [value] * 20)
+        results.extend(f"{mode}/answered", "", [20.0])
+        results.extend(f"{mode}/wrong", "", [float(num_wrong)])
+        results.extend(f"{mode}/records_wrong", "", [0.0])
+        results.figure(f"{mode}/health_p95", "ms", value, "lower")
+        results.figure(f"{mode}/chats_per_s", "1/s", 100.0, "higher")
+    results.ratio("lane:inline/health_p95", "lane/health_p95", "inline/health_p95", "lower")
+    results.close()
+    return results.report
 
 
 def _failed(report: Report) -> set[str]:
@@ -125,12 +133,12 @@ def test_responsiveness_is_judged_by_the_lane_with_inline_as_its_control() -> No
 
 @pytest.mark.parametrize(("share", "is_cheap"), [(0.96, True), (0.94, False)])
 def test_a_journal_that_costs_more_than_5_percent_is_found_out(share: float, is_cheap: bool) -> None:
-    recording = Recording("overhead", "holdfast bench overhead", {})
+    results = Results("overhead", "holdfast bench overhead", {})
     for _ in range(3):
-        recording.figure("served/turns_per_s", "1/s", 500.0)
-        recording.figure("journaled/turns_per_s", "1/s", 500.0 * share)
-        recording.ratio("journaled:served/turns_per_s", "journaled/turns_per_s", "served/turns_per_s", "higher")
-    gates = {gate.name: gate.passed for gate in overhead.judge(recording.report)}
+        results.figure("served/turns_per_s", "1/s", 500.0)
+        results.figure("journaled/turns_per_s", "1/s", 500.0 * share)
+        results.ratio("journaled:served/turns_per_s", "journaled/turns_per_s", "served/turns_per_s", "higher")
+    gates = {gate.name: gate.passed for gate in overhead.judge(results.report)}
     assert gates["journaling_costs_less_than_5_percent"] is is_cheap
 
 
@@ -244,12 +252,12 @@ def test_reports_are_compared_with_a_word_of_caution(tmp_path: Path, capsys: pyt
 # The runner
 
 
-def _scenario(measure: Callable[[Any, Recording], None]) -> tuple[Scenario, Any]:
-    settings = responsiveness.Settings(rounds=2)
+def _scenario(measure: Callable[[Any, Results], None]) -> tuple[Scenario, Any]:
+    settings = responsiveness.ResponsivenessSettings(rounds=2)
     scenario = Scenario(
         name="tried",
         about="nothing",
-        settings=responsiveness.Settings,
+        settings=responsiveness.ResponsivenessSettings,
         quick={"seconds": 1.5},
         num_rounds=lambda settings: settings.rounds,
         measure=measure,
@@ -259,23 +267,23 @@ def _scenario(measure: Callable[[Any, Recording], None]) -> tuple[Scenario, Any]
     return scenario, settings
 
 
-def _one_round(settings: Any, recording: Recording) -> None:
-    recording.step("round 1")
-    recording.figure("speed", "1/s", 2.0, "higher")
-    recording.on_round()
+def _one_round(settings: Any, results: Results) -> None:
+    results.step("round 1")
+    results.figure("speed", "1/s", 2.0, "higher")
+    results.on_round()
 
 
 def test_a_gate_that_fails_fails_the_run(tmp_path: Path) -> None:
     scenario, settings = _scenario(_one_round)
     assert run(scenario, settings, Output(tmp_path)) == 0
-    slow, _ = _scenario(lambda settings, recording: recording.figure("speed", "1/s", 0.5))
+    slow, _ = _scenario(lambda settings, results: results.figure("speed", "1/s", 0.5))
     assert run(slow, settings, Output(tmp_path / "slow", str(tmp_path / "copy.json"))) == 1
     assert not read(tmp_path / "copy.json").passed
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(settings: Any, recording: Recording) -> None:
-        _one_round(settings, recording)
+    def interrupted(settings: Any, results: Results) -> None:
+        _one_round(settings, results)
         (checkpoint,) = (read(file) for file in tmp_path.glob("*.json"))
         assert (checkpoint.is_partial, checkpoint.values("speed")) == (True, [2.0])
         raise KeyboardInterrupt
@@ -292,9 +300,36 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFi
     assert {file.suffix for file in tmp_path.iterdir()} >= {".json", ".html"}
 
 
+def test_sigterm_ends_a_run_as_ctrl_c_does_and_with_it_its_child_processes(tmp_path: Path) -> None:
+    children: list[Child] = []
+
+    def terminated(settings: Any, results: Results) -> None:
+        _one_round(settings, results)
+        with started("load") as child:
+            children.append(child)
+            child.read(str)
+            os.kill(os.getpid(), signal.SIGTERM)
+            child.read(str, timeout_s=60)  # never answers, and is interrupted
+
+    scenario, settings = _scenario(terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(scenario, settings, Output(tmp_path)) == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    (report,) = (read(file) for file in tmp_path.glob("*.json"))
+    assert report.notes == ["ended early by Terminated"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(children[0].pid, 0)
+
+
+def test_a_missing_optional_package_is_named() -> None:
+    require("json")
+    with pytest.raises(ConfigError, match="no_such_package"):
+        require("json", "no_such_package")
+
+
 def test_an_error_is_raised_once_all_is_saved(tmp_path: Path) -> None:
-    def broken(settings: Any, recording: Recording) -> None:
-        _one_round(settings, recording)
+    def broken(settings: Any, results: Results) -> None:
+        _one_round(settings, results)
         raise ProcessFailed("gone")
 
     scenario, settings = _scenario(broken)
@@ -340,15 +375,16 @@ def test_a_question_has_64_tokens() -> None:
 def test_a_record_that_lost_something_is_found_out() -> None:
     script = Script(4, 64)
     record = {"response": json.loads(script.reply())}
-    assert problem([record], [1, *script.token_ids], script) == ""
-    assert "records" in problem([], script.token_ids, script)
-    assert "token ids" in problem([record], [1, 2, 3, 4], script)
+    assert record_problem([record], [1, *script.token_ids], script) == ""
+    assert "records" in record_problem([], script.token_ids, script)
+    assert "token ids" in record_problem([record], [1, 2, 3, 4], script)
     cut = {"response": json.loads(script.reply(with_payload=False))}
-    assert "not what the upstream sent" in problem([cut], script.token_ids, script)
+    assert "not what the upstream sent" in record_problem([cut], script.token_ids, script)
 
 
 def test_stages_are_told_apart_by_file() -> None:
     assert stage_of("/x/holdfast/backends/validation.py") == "decode"
+    assert stage_of(json_members.__file__) == "decode"
     assert stage_of("/x/holdfast/backends/transport.py") == "upstream"
     assert stage_of("/x/site-packages/uvicorn/protocols/http/h11_impl.py") == "client"
     assert stage_of("/x/asyncio/selector_events.py") == "sockets"
@@ -356,7 +392,7 @@ def test_stages_are_told_apart_by_file() -> None:
 
 
 def test_a_process_that_dies_says_why() -> None:
-    with started("canned", "not JSON") as child, pytest.raises(ProcessFailed, match="JSON is malformed"):
+    with started("upstreams", "canned", "not JSON") as child, pytest.raises(ProcessFailed, match="JSON is malformed"):
         child.read(str, timeout_s=60)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from holdfast.bench import capacity
 from holdfast.bench.gates import faster, within_budget
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Report
+from holdfast.bench.report import Report, Results
 from holdfast.cli import main
 
 SETTINGS = {"sessions": 6, "slabs": 2, "snapshot_mb": 100, "disk_mb": 40}
@@ -38,14 +37,14 @@ def test_faster_needs_both() -> None:
 def _measured(
     *, num_woken: int = 4, wrong: float = 0.0, rss: float = 560.0, disk: float = 40.0, snapshot_ms: float = 20.0
 ) -> Report:
-    recording = Recording("capacity", "", SETTINGS)
-    recording.extend("base_rss", "MiB", [500.0])
-    recording.extend("rss", "MiB", [510.0, rss])
-    recording.extend("disk", "MiB", [disk])
-    recording.extend("wrong", "", [0.0, wrong])
-    recording.extend("snapshot/turn_ms", "ms", [snapshot_ms] * 2)
-    recording.extend("recomputed/turn_ms", "ms", [100.0] * (num_woken - 2))
-    return recording.report
+    results = Results("capacity", "", SETTINGS)
+    results.extend("base_rss", "MiB", [500.0])
+    results.extend("rss", "MiB", [510.0, rss])
+    results.extend("disk", "MiB", [disk])
+    results.extend("wrong", "", [0.0, wrong])
+    results.extend("snapshot/turn_ms", "ms", [snapshot_ms] * 2)
+    results.extend("recomputed/turn_ms", "ms", [100.0] * (num_woken - 2))
+    return results.report
 
 
 def _failed(report: Report) -> set[str]:
@@ -64,7 +63,7 @@ def test_capacity_is_judged_by_all_that_can_go_wrong() -> None:
 
 def test_more_on_disk_than_there_is_in_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "capacity", "--snapshot-mb", "10", "--disk-mb", "11"]) == 2
-    assert "no 11 can be on disk" in capsys.readouterr().err
+    assert "--disk-mb 11 must not exceed --snapshot-mb 10" in capsys.readouterr().err
 
 
 def test_parked_sessions_wake_from_snapshots_and_from_their_tokens(

@@ -2,17 +2,17 @@
 
 import pytest
 
-from holdfast.bench import decode, prefill, speculation
-from holdfast.bench.computing import Contestant, Order, Setup
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Report
+from holdfast.bench import speculation
+from holdfast.bench.engine_speed import DECODE, PREFILL, Contestant, EngineTask
+from holdfast.bench.report import Report, Results
+from holdfast.config import DEFAULT_MODEL, EngineConfig
 
 
 def _report(**values: float) -> Report:
-    recording = Recording("any", "", {})
+    results = Results("any", "", {})
     for name, value in values.items():
-        recording.figure(name, "times", value)
-    return recording.report
+        results.figure(name, "times", value)
+    return results.report
 
 
 def _passed(gates: list[object]) -> dict[str, bool]:
@@ -22,10 +22,10 @@ def _passed(gates: list[object]) -> dict[str, bool]:
 def test_a_slow_engine_fails_every_gate_and_absent_peers_are_not_judged() -> None:
     names = ("batch_8_to_1", "int8_to_llama_q8_0", "int8_to_llama_file", "int8_to_llama_q8_0_long", "hammered_to_alone")
     fast, slow = _report(**dict.fromkeys(names, 3.1)), _report(**dict.fromkeys(names, 0.5))
-    assert _passed(decode.judge(fast)) == dict.fromkeys(names, True)
-    assert _passed(decode.judge(slow)) == dict.fromkeys(names, False)
-    assert list(_passed(decode.judge(_report(batch_8_to_1=4.0)))) == ["batch_8_to_1"]
-    assert _passed(prefill.judge(_report(int8_to_llama_q8_0=2.0, int8_to_llama_file=3.4))) == {
+    assert _passed(DECODE.judge(fast)) == dict.fromkeys(names, True)
+    assert _passed(DECODE.judge(slow)) == dict.fromkeys(names, False)
+    assert list(_passed(DECODE.judge(_report(batch_8_to_1=4.0)))) == ["batch_8_to_1"]
+    assert _passed(PREFILL.judge(_report(int8_to_llama_q8_0=2.0, int8_to_llama_file=3.4))) == {
         "int8_to_llama_q8_0": False,
         "int8_to_llama_file": True,
     }
@@ -36,24 +36,24 @@ def test_one_other_token_fails_speculation_and_so_does_nothing_compared() -> Non
     ratios |= {f"prose_{t}_drafted_to_plain": 1.0 for t in ("0", "0.8")}
     same = "same_tokens_when_deterministic"
     for compared, different, expected in (([90], [0], True), ([90], [1], False), ([], [], False)):
-        recording = Recording("any", "", {})
+        results = Results("any", "", {})
         for name, value in ratios.items():
-            recording.figure(name, "times", value)
-        recording.extend("compared", "tokens", compared)
-        recording.extend("different", "tokens", different)
-        gates = _passed(speculation.judge(recording.report))
+            results.figure(name, "times", value)
+        results.extend("compared", "tokens", compared)
+        results.extend("different", "tokens", different)
+        gates = _passed(speculation.judge(results.report))
         assert gates == dict.fromkeys(ratios, True) | {same: expected}
-    assert not any(_passed(speculation.judge(Recording("any", "", {}).report)).values())
+    assert not any(_passed(speculation.judge(Results("any", "", {}).report)).values())
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_contestant_stands_where_it_stood_before_its_turn(batch: int) -> None:
-    contestant = Contestant(Setup("auto", recent=64, sessions=2))
-    order = Order("decode", 3, history=20, batch=batch)
-    assert contestant.obey(order) > 0
-    standing = contestant._standing
-    assert contestant.obey(order) > 0
-    assert contestant._standing is standing
-    assert all(len(contestant._sequences.get(one).tokens) == 20 for one in standing[1])
-    assert contestant.obey(Order("prefill", 12)) > 0
-    assert contestant._standing == (0, [])
+    contestant = Contestant(DEFAULT_MODEL, EngineConfig(device="cpu", recent=64, sessions=2))
+    order = EngineTask("decode", 3, history=20, batch=batch)
+    assert contestant.run(order) > 0
+    ready = contestant._ready
+    assert contestant.run(order) > 0
+    assert contestant._ready is ready
+    assert all(len(contestant._sequences.get(one).tokens) == 20 for one in ready[1])
+    assert contestant.run(EngineTask("prefill", 12)) > 0
+    assert contestant._ready == (0, [])

@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.bench.gates import stays_flat
-from holdfast.bench.quality import CONTROL_TIMES, FLATNESS, long_text
-from holdfast.bench.understanding import perplexities
+from holdfast.bench.quality import CONTROL_TIMES, FLATNESS, long_text, perplexities
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine, load_engine
 from holdfast.engine.window import Window

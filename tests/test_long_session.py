@@ -11,11 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.bench import long_session
+from holdfast.bench.conversation import question_of
 from holdfast.bench.gates import Gate, kv_bounded, prefill_bounded
-from holdfast.bench.long_session import CONTROL, DOORS, Settings, commands, judge
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Report
-from holdfast.bench.turn_series import Turn, aggregate_run, bucket_width_s, bucketize, in_buckets, question_of, turns_of
+from holdfast.bench.long_session import CLIENTS, CONTROL, LongSessionSettings, commands, judge
+from holdfast.bench.report import Report, Results
+from holdfast.bench.turn_series import (
+    TurnMeasurement,
+    aggregate_run,
+    bucket_width_s,
+    bucketize,
+    in_buckets,
+    turns_of,
+)
 from holdfast.cli import main
 from holdfast.errors import ConfigError
 from tests.serving import default_chat
@@ -128,9 +135,9 @@ def test_buckets_last_ten_minutes_or_a_part_of_a_short_run() -> None:
 # A whole run
 
 
-def _turn(number: int, **changed: float) -> Turn:
+def _turn(number: int, **changed: float) -> TurnMeasurement:
     """The window is full from the third turn on."""
-    turn = Turn(
+    turn = TurnMeasurement(
         at_s=number * 2.0,
         turn_ms=500.0,
         first_token_ms=200.0,
@@ -146,7 +153,7 @@ def _turn(number: int, **changed: float) -> Turn:
     return dataclasses.replace(turn, **changed)
 
 
-def _growing(number: int) -> Turn:
+def _growing(number: int) -> TurnMeasurement:
     tokens = 33.0 * (number + 1)
     times = {"turn_ms": 300 + 5 * tokens, "first_token_ms": 5 * tokens}
     return _turn(number, forwarded_tokens=tokens, kv_live_bytes=tokens * 46_080, **times)
@@ -157,16 +164,18 @@ GROWING_RUN = [_growing(number) for number in range(0, 100, 3)]
 
 
 def _report(
-    sdk: Sequence[Turn] = FLAT_RUN, openai: Sequence[Turn] = FLAT_RUN, stateless: Sequence[Turn] = GROWING_RUN
+    sdk: Sequence[TurnMeasurement] = FLAT_RUN,
+    openai: Sequence[TurnMeasurement] = FLAT_RUN,
+    stateless: Sequence[TurnMeasurement] = GROWING_RUN,
 ) -> Report:
-    recording = Recording("long-session", "holdfast bench long-session", {})
+    results = Results("long-session", "holdfast bench long-session", {})
     for contestant, turns in (("sdk", sdk), ("openai", openai), (CONTROL, stateless)):
         for turn in turns:
             for name, value in dataclasses.asdict(turn).items():
-                recording.extend(f"{contestant}/{name}", "", [value])
+                results.extend(f"{contestant}/{name}", "", [value])
     for name, value in (("script/is_same", 1.0), ("invariant_violations", 0.0), ("doors_agree", 1.0)):
-        recording.extend(name, "", [value] * 10)
-    return recording.report
+        results.extend(name, "", [value] * 10)
+    return results.report
 
 
 def _failed(report: Report) -> set[str]:
@@ -242,16 +251,16 @@ def test_a_run_without_a_full_window_has_no_drift() -> None:
 
 
 def test_a_run_ends_with_its_turns_or_its_time() -> None:
-    assert Settings().num_turns == 500
-    assert Settings(duration_s=60.0).num_turns == 0
-    assert Settings(turns=10).progress(5, 1000.0) == 0.5
-    assert Settings(turns=10, duration_s=60.0).progress(5, 45.0) == 0.75
+    assert LongSessionSettings().num_turns == 500
+    assert LongSessionSettings(duration_s=60.0).num_turns == 0
+    assert LongSessionSettings(turns=10).progress(5, 1000.0) == 0.5
+    assert LongSessionSettings(turns=10, duration_s=60.0).progress(5, 45.0) == 0.75
 
 
 def test_half_a_server_and_unknown_dtypes_are_refused() -> None:
     for wrong in ({"server": "127.0.0.1:1"}, {"http": "http://127.0.0.1:1"}, {"dtype": "int4"}):
         with pytest.raises(ConfigError):
-            Settings(**wrong)  # type: ignore[arg-type]
+            LongSessionSettings(**wrong)  # type: ignore[arg-type]
 
 
 def test_two_terminals_run_four_hours_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +268,7 @@ def test_two_terminals_run_four_hours_unless_told_otherwise(capsys: pytest.Captu
     told = capsys.readouterr().out.splitlines()
     assert "holdfast serve smollm2-135m-instruct --grpc 127.0.0.1:50051" in told[1]
     assert "--duration-s 14400.0 --server 127.0.0.1:50051 --http http://127.0.0.1:8000" in told[-1]
-    assert "--duration-s" not in commands(Settings(turns=20))
+    assert "--duration-s" not in commands(LongSessionSettings(turns=20))
 
 
 def test_questions_differ_and_are_equally_long() -> None:
@@ -280,11 +289,11 @@ def test_a_short_run_shows_both_doors_flat_and_the_control_growing(
     assert main(["bench", "long-session", *flags, "--json", "-", "--output", str(tmp_path)]) in (0, 1)
     report = json.loads(capsys.readouterr().out)
     gates = {gate["name"]: gate for gate in report["gates"]}
-    timed = {f"{door}/prefill_bounded" for door in DOORS}  # by the clock too, and six turns are few
+    timed = {f"{door}/prefill_bounded" for door in CLIENTS}  # by the clock too, and six turns are few
     failed = [gate for name, gate in gates.items() if not gate["passed"] and name not in timed]
     assert (len(gates), failed) == (9, [])
     series = {name: found["values"] for name, found in report["series"].items()}
-    for door in DOORS:
+    for door in CLIENTS:
         assert series[f"{door}/forwarded_tokens"] == series[f"{door}/wanted_tokens"]
         assert len(series[f"{door}/kv_live_bytes"]) == 6
         assert series[f"{door}/kv_live_bytes"] == series[f"{door}/kv_formula_bytes"]

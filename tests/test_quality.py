@@ -7,10 +7,9 @@ import pytest
 
 from holdfast.bench import quality
 from holdfast.bench.gates import share_at_least, stays_flat
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Report, Series, read
+from holdfast.bench.quality import facts, perplexities, recalls
+from holdfast.bench.report import Report, Results, Series, read
 from holdfast.bench.runner import Output, run
-from holdfast.bench.understanding import facts, perplexities, recalls
 from holdfast.cli import main
 from holdfast.config import EngineConfig
 from holdfast.engine.slab import SlabPool, SlabShape
@@ -50,14 +49,14 @@ def _measured(
     off: float = 20.0,
     bare: float = 2e6,
 ) -> Report:
-    recording = Recording("quality", "", {"dtype": "float32"})
-    recording.extend("sink=4/perplexity", "", [10.0] * 6 + [late] * 3)
-    recording.extend("without_sinks:with/perplexity", "times", [1.0] * 6 + [times] * 3)
+    results = Results("quality", "", {"dtype": "float32"})
+    results.extend("sink=4/perplexity", "", [10.0] * 6 + [late] * 3)
+    results.extend("without_sinks:with/perplexity", "times", [1.0] * 6 + [times] * 3)
     for place, value in (("inside", inside), ("outside", outside), ("pinned", inside)):
-        recording.extend(f"{place}/recalled", "", [value] * 5)
-    recording.report.series["oracle/difference"] = Series("", [off] * 3)
-    recording.report.series["oracle_without_sinks/difference"] = Series("", [bare] * 3)
-    return recording.report
+        results.extend(f"{place}/recalled", "", [value] * 5)
+    results.report.series["oracle/difference"] = Series("", [off] * 3)
+    results.report.series["oracle_without_sinks/difference"] = Series("", [bare] * 3)
+    return results.report
 
 
 def _failed(report: Report) -> set[str]:
@@ -105,8 +104,8 @@ def test_a_model_that_knows_nothing_recalls_nothing() -> None:
 
 
 def test_a_text_that_is_missing_or_too_short_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no text"):
-        quality._text(quality.Settings(text=str(tmp_path / "missing")))
+    with pytest.raises(ConfigError, match="cannot read"):
+        quality._text(quality.QualitySettings(text=str(tmp_path / "missing")))
     (tmp_path / "short").write_text("Hello.", encoding="utf-8")
     assert main(["bench", "quality", "--text", str(tmp_path / "short"), "--output", str(tmp_path)]) == 2
     assert len(quality.long_text()) > 400_000
@@ -117,7 +116,7 @@ def test_a_model_that_knows_nothing_fails_the_bench(tmp_path: Path) -> None:
         shape = SlabShape(recent=config.recent, max_pin=config.max_pin, prefill_chunk=config.prefill_chunk)
         return FakeEngine(num_slabs=config.sessions, shape=shape, vocab_size=source.architecture.vocab_size)
 
-    settings = quality.Settings(tokens=1600, facts=1, dtype="bfloat16")  # no oracle
+    settings = quality.QualitySettings(tokens=1600, facts=1, dtype="bfloat16")  # no oracle
     assert run(quality.scenario(build), settings, Output(tmp_path)) == 1
     (path,) = tmp_path.glob("*.json")
     report = read(path)
@@ -143,9 +142,9 @@ def test_the_default_model_agrees_with_the_oracle_and_not_with_one_without_sinks
     default_engine: TorchEngine, default_source: GGUFSource
 ) -> None:
     tokens = default_chat().model.tokenizer.encode(quality.long_text()[:2000])
-    recording = Recording("quality", "", {"dtype": "float32"})
-    settings = quality.Settings(recent=default_engine.shape.recent, oracle_windows=1)
-    quality.agree(default_engine, default_source, tokens, settings, recording)
-    gates = {gate.name: gate for gate in quality.judge(recording.report)}
+    results = Results("quality", "", {"dtype": "float32"})
+    settings = quality.QualitySettings(recent=default_engine.shape.recent, oracle_windows=1)
+    quality.agree(default_engine, default_source, tokens, settings, results)
+    gates = {gate.name: gate for gate in quality.judge(results.report)}
     assert gates["agrees_with_the_oracle"].passed, gates["agrees_with_the_oracle"].reason
     assert gates["control_oracle"].passed, gates["control_oracle"].reason

@@ -1,6 +1,7 @@
 """`holdfast bench recovery`: what counts as lost or altered, gates that can fail, and a real server that is killed."""
 
 import json
+import socket
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,25 @@ from typing import Any
 import pytest
 
 from holdfast.bench import recovery
-from holdfast.bench.acknowledged import ChatTurn, Token, TokenTurn, compare_chat, compare_tokens
-from holdfast.bench.crew import Checked, Crew, Life
+from holdfast.bench.agents import (
+    ChatAgent,
+    ChatExchange,
+    ServerGone,
+    Token,
+    TokenAgent,
+    TokenTurn,
+    UnexpectedResponse,
+    compare_chat,
+    compare_tokens,
+    connected,
+)
 from holdfast.bench.gates import none_missing, under_load
-from holdfast.bench.prompted import PromptedUpstream
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Report
+from holdfast.bench.processes import RunningServer
+from holdfast.bench.recovery import CheckResult, Crew, Life
+from holdfast.bench.report import Report, Results
+from holdfast.bench.upstreams import PromptedUpstream
 from tests.effort import examples
+from tests.serving import default_chat, serving, wordy_engine
 
 # A chat: what the client got, and what the server has
 
@@ -29,7 +42,7 @@ def _reply(*ids: int) -> dict[str, Any]:
 
 
 REPLIES = [_reply(5, 6), _reply(7)]
-TURNS = [ChatTurn(f"q{number}", json.dumps(reply).encode()) for number, reply in enumerate(REPLIES)]
+TURNS = [ChatExchange(f"q{number}", json.dumps(reply).encode()) for number, reply in enumerate(REPLIES)]
 
 
 def _on_record(*more: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -60,13 +73,13 @@ def test_a_chat_that_is_all_there_is_neither_lost_nor_altered() -> None:
 
 
 def test_the_turn_in_flight_may_be_on_record_or_not() -> None:
-    assert not compare_chat(TURNS, ChatTurn("q2"), *_on_record()).problem
-    found = compare_chat(TURNS, ChatTurn("q2"), *_on_record(_reply(9)))
+    assert not compare_chat(TURNS, ChatExchange("q2"), *_on_record()).problem
+    found = compare_chat(TURNS, ChatExchange("q2"), *_on_record(_reply(9)))
     assert (found.has_more, found.problem) == (True, "")
 
 
-@pytest.mark.parametrize("in_flight", [None, ChatTurn("something else")])
-def test_a_turn_that_nobody_asked_for_is_an_alteration(in_flight: ChatTurn | None) -> None:
+@pytest.mark.parametrize("in_flight", [None, ChatExchange("something else")])
+def test_a_turn_that_nobody_asked_for_is_an_alteration(in_flight: ChatExchange | None) -> None:
     assert compare_chat(TURNS, in_flight, *_on_record(_reply(9))).num_altered == 1
 
 
@@ -78,7 +91,7 @@ def _lose_the_last(shown: dict[str, Any], samples: dict[str, Any]) -> None:
 def test_an_acknowledged_chat_turn_that_is_not_there_is_lost() -> None:
     shown, samples = _on_record()
     _lose_the_last(shown, samples)
-    found = compare_chat(TURNS, ChatTurn("q2"), shown, samples)
+    found = compare_chat(TURNS, ChatExchange("q2"), shown, samples)
     assert (found.num_lost, found.num_altered) == (1, 0)
     assert "1 of 2" in found.problem
 
@@ -145,6 +158,31 @@ def test_of_a_stream_that_broke_off_what_was_streamed_begins_what_is_on_record()
     assert compare_tokens([GIVEN], None, [*GIVEN.tokens, Token(7)]).num_altered == 1
 
 
+# Agents
+
+
+@pytest.mark.parametrize("kind", [ChatAgent, TokenAgent])
+async def test_a_server_that_cannot_be_reached_is_gone(kind: type[ChatAgent | TokenAgent]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        async with connected(RunningServer(f"http://{address}", address, 0)) as clients:
+            with pytest.raises(ServerGone):
+                await kind(reply_tokens=1, seed=0).turn(clients)
+
+
+@pytest.mark.parametrize("kind", [ChatAgent, TokenAgent])
+async def test_an_error_of_the_server_is_an_unexpected_response(kind: type[ChatAgent | TokenAgent]) -> None:
+    async with (
+        serving(wordy_engine(), default_chat()) as server,
+        connected(RunningServer(f"http://{server.http}", server.address, 0)) as clients,
+    ):
+        agent = kind(reply_tokens=1, seed=0)
+        agent.session_id = "unknown"
+        with pytest.raises(UnexpectedResponse, match="session_not_found"):
+            await agent.turn(clients)
+
+
 # Gates
 
 
@@ -163,15 +201,15 @@ def test_some_missing_or_none_at_all_fails() -> None:
 
 
 def _measured(**changes: float) -> Report:
-    recording = Recording("recovery", "", {"kills": 2, "embedded_kills": 0})
+    results = Results("recovery", "", {"kills": 2, "embedded_kills": 0})
     found = {"compared": 10.0, "lost": 0.0, "altered": 0.0, "continued": 4.0, "stuck": 0.0, "refused": 0.0}
     found |= {"compared_at_the_end": 5.0, "acknowledged_at_the_end": 5.0, "exit_codes": 0.0, "in_flight": 3.0}
     for name, value in (found | changes).items():
         if name != "in_flight":
-            recording.extend(f"canned/{name}", "", [value])
+            results.extend(f"canned/{name}", "", [value])
     for _ in range(2):
-        recording.figure("canned/in_flight_at_kill", "", (found | changes)["in_flight"])
-    return recording.report
+        results.figure("canned/in_flight_at_kill", "", (found | changes)["in_flight"])
+    return results.report
 
 
 def _failed(report: Report) -> set[str]:
@@ -200,22 +238,22 @@ class _FakeCrew:
         self.num_interrupted = 0
 
     async def live(self, least_s: float, most_s: float) -> Life:
-        checked = Checked(num_sessions=2, num_turns=3)
-        return Life(start_s=1.0, num_turns=4, in_flight=self.in_flight.pop(0), checked=checked, refused=())
+        checked = CheckResult(num_sessions=2, num_turns=3)
+        return Life(start_s=1.0, num_turns=4, in_flight=self.in_flight.pop(0), check=checked, refused=())
 
     async def die_at_start(self, most_s: float) -> None:
         self.num_interrupted += 1
 
-    async def last_look(self) -> tuple[Checked, int]:
-        return Checked(num_sessions=2, num_turns=7), 0
+    async def check_all(self) -> tuple[CheckResult, int]:
+        return CheckResult(num_sessions=2, num_turns=7), 0
 
 
 async def _tried(in_flight: list[int], wanted: int) -> tuple[Report, _FakeCrew]:
-    settings = recovery.Settings(kills=wanted, embedded_kills=0)
-    recording = Recording("recovery", "", {"kills": wanted, "embedded_kills": 0})
+    settings = recovery.RecoverySettings(kills=wanted, embedded_kills=0)
+    results = Results("recovery", "", {"kills": wanted, "embedded_kills": 0})
     crew: Any = _FakeCrew(in_flight)
-    await recovery.Trial("canned", settings, recording, crew).run()
-    return recording.report, crew
+    await recovery.Trial("canned", settings, results, crew).run()
+    return results.report, crew
 
 
 async def test_a_kill_that_met_no_turn_is_tried_again_and_one_start_in_ten_is_killed_too() -> None:
@@ -234,12 +272,12 @@ async def test_a_run_without_turns_in_flight_ends_and_fails() -> None:
 
 
 async def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
-    settings = recovery.Settings(chats=3, token_sessions=2)
+    settings = recovery.RecoverySettings(chats=3, token_sessions=2)
     async with PromptedUpstream(delay_s=0.001) as upstream:
         crew = Crew(
-            lambda number: recovery.recruited(settings, number),
+            lambda number: recovery.make_agent(settings, number),
             size=5,
-            most_turns=10,
+            max_turns=10,
             flags=["--backend", "sglang", "--upstream", upstream.url, "--data-dir", str(tmp_path)],
             seed=1,
         )
@@ -248,9 +286,9 @@ async def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: 
             assert not life.refused
             assert life.in_flight > 0
             assert life.num_turns > 5
-            assert not life.checked.problems
+            assert not life.check.problems
         _forget_two_turns(tmp_path)
-        checked, code = await crew.last_look()
+        checked, code = await crew.check_all()
         assert checked.num_lost in (1, 2)  # one of the two may have been in flight
         assert (checked.num_altered, checked.num_stuck, code) == (0, 0, 0), checked.problems
         assert checked.num_turns > 10

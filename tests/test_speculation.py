@@ -10,7 +10,7 @@ from holdfast_sdk import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.bench.served import serving
+from holdfast.bench.processes import serving
 from holdfast.engine.interface import Engine
 from holdfast.engine.sequence import Sequence
 from holdfast.engine.slab import SlabPool, SlabShape

@@ -13,7 +13,7 @@ from holdfast.backends import transport as transports
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import Transport
 from holdfast.backends.upstream import DecodeQueue, UpstreamBackend, probe, upstream_model_info
-from holdfast.bench.server import _Threads
+from holdfast.bench.relay_server import ThreadedQueue
 from holdfast.config import UpstreamConfig
 from holdfast.errors import (
     CapacityExhausted,
@@ -588,7 +588,7 @@ async def test_large_bodies_are_decoded_one_a_pass_of_the_loop() -> None:
 
 
 async def test_the_threads_of_the_bench_are_bounded_and_their_queue_can_be_cancelled() -> None:
-    queue = _Threads(2)
+    queue = ThreadedQueue(2)
     loop, gate = asyncio.get_running_loop(), asyncio.Event()
     started: list[int] = []
 

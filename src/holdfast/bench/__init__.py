@@ -1,1 +1,1 @@
-"""Benches: what a server does under load, measured from outside, with gates that can fail."""
+"""Benchmarks of the server and the engine, with gates that a run passes or fails."""

@@ -1,7 +1,7 @@
-"""The CUDA engine beside transformers, on random weights at Qwen3's shapes: `make bench-gpu`.
+"""The CUDA engine compared with transformers, on random weights at Qwen3's shapes: `make bench-gpu`.
 
-Needs a CUDA device and nothing but torch, triton, transformers, safetensors and numpy. Contestants take turns within
-each round; the tables show medians over the rounds, and ratios within this run.
+Needs a CUDA device and only torch, triton, transformers, safetensors and numpy. Contestants take turns within each
+round; the tables show medians over the rounds, and ratios within this run.
 """
 
 import argparse
@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from holdfast.bench import machine
-from holdfast.bench.device_peer import Peer, make_model
-from holdfast.bench.measure import summarize
+from holdfast.bench.gates import summarize
 from holdfast.engine.cuda import CudaEngine
 from holdfast.engine.interface import Row
 from holdfast.engine.sampling import Pick
@@ -32,17 +31,21 @@ from holdfast.models.architecture import from_hf_config
 WINDOW, SINK, CHUNK = 2048, 4, 256
 HISTORIES = (WINDOW + SINK, 100_000)
 STEPS = 64
+SHAPE = SlabShape(recent=WINDOW, max_pin=512, prefill_chunk=CHUNK, rewind_tokens=0)
 _CONTESTANTS = {  # dtype, and whether it is deterministic
     "bfloat16": ("bfloat16", False),
     "int8": ("int8", False),
     "bfloat16 deterministic": ("bfloat16", True),
 }
-SHAPE = SlabShape(recent=WINDOW, max_pin=512, prefill_chunk=CHUNK, rewind_tokens=0)
+_SIZES = {  # hidden size, intermediate size, layers, heads, whether the embeddings are tied
+    "0.6B": (1024, 3072, 28, 16, True),
+    "8B": (4096, 12288, 36, 32, False),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One contestant's decoding at one batch size and history."""
+class DeviceRate:
+    """How fast one contestant decodes at one batch size and history."""
 
     model: str
     contestant: str
@@ -55,8 +58,110 @@ class Figure:
     ratio: float  # to the faster transformers, in this run
 
 
-class Ours:
-    """Sessions with a full window, all decoding at once."""
+def timed(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def make_model(size: str) -> Any:
+    """Random bfloat16 weights at the shape of Qwen3's `size`, on the device."""
+    import transformers
+
+    hidden, intermediate, layers, heads, is_tied = _SIZES[size]
+    config = transformers.Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        tie_word_embeddings=is_tied,
+        vocab_size=151936,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    build: Any = transformers.Qwen3ForCausalLM
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)  # a cast afterwards would also cast the rotary frequencies
+    try:
+        with torch.device("cuda"):
+            return build(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class TransformersPeer:
+    """transformers with a full static cache and one decoding step as a CUDA graph.
+
+    Decodes greedily `batch` rows behind `window` tokens, up to `num_steps` at a time.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, batch: int, window: int, num_steps: int, *, is_compiled: bool) -> None:
+        import transformers
+
+        self.name = "transformers, compiled" if is_compiled else "transformers"
+        self._forward = torch.compile(model.forward, dynamic=False) if is_compiled else model.forward
+        self._batch = batch
+        self._window = window
+        length = window + num_steps
+        build: Any = transformers.StaticCache
+        self._cache = build(config=model.config, max_cache_len=length)
+        self._token = torch.full((batch, 1), 7, device="cuda")
+        self._positions = torch.full((batch, 1), window, device="cuda")
+        self._mask = {"full_attention": torch.ones(batch, 1, 1, length, dtype=torch.bool, device="cuda")}
+        model(input_ids=self._token, past_key_values=self._cache, use_cache=True)  # makes the cache
+        for layer in self._cache.layers:  # zeros would be faster than real values
+            layer.keys.normal_()
+            layer.values.normal_()
+        self._graph = torch.cuda.CUDAGraph()
+        self._rewind()
+        for _ in range(3):
+            self._step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph):
+            self._step()
+
+    @torch.inference_mode()
+    def decode(self, num_steps: int) -> None:
+        self._rewind()
+        for _ in range(num_steps):
+            self._graph.replay()
+        self._token.cpu()
+
+    @torch.inference_mode()
+    def eager_rate(self, num_steps: int = 8) -> float:
+        """Tokens per second without the graph."""
+
+        def steps() -> None:
+            for _ in range(num_steps):
+                self._step()
+
+        self._rewind()
+        return self._batch * num_steps / timed(steps)
+
+    def _step(self) -> None:
+        """Mask and positions are given, so that transformers need not make them: its cheapest step."""
+        out = self._forward(
+            input_ids=self._token,
+            attention_mask=self._mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._token.copy_(out.logits[:, -1:].argmax(-1))
+
+    def _rewind(self) -> None:
+        for layer in self._cache.layers:
+            layer.cumulative_length.fill_(self._window)
+
+
+class CudaContestant:
+    """Our engine: sessions with a full window, all decoding at once."""
 
     def __init__(self, name: str, model: Any, dtype: str, num_slabs: int, *, deterministic: bool = False) -> None:
         self.name = name
@@ -78,17 +183,17 @@ class Ours:
     def prefill(self) -> float:
         """Tokens per second, in chunks; leaves every slab with a full window."""
         first = self._slabs[0]
-        for _ in range(2):  # the first time records the graphs
+
+        def read() -> None:
             first.reset()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
             for start in range(0, len(self._tokens), CHUNK):
                 self._forward(first, self._tokens[start : start + CHUNK], 0)
-            torch.cuda.synchronize()
-            duration = time.perf_counter() - started
+
+        read()  # records the graphs
+        took_s = timed(read)
         for slab in self._slabs[1:]:
             self._engine.copy_slab(first, slab)
-        return len(self._tokens) / duration
+        return len(self._tokens) / took_s
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         self._slabs[0].reset()
@@ -114,24 +219,18 @@ class Ours:
         return logits
 
 
-def timed(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def bandwidth() -> float:
-    """Bytes per second of a large copy, those read and those written."""
+    """Bytes per second of a large copy, read and written bytes together."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
     best = min(timed(partial(target.copy_, source)) for _ in range(5))
     return 2 * source.nbytes / best
 
 
-def decode_rates(ours: Ours, peers: Sequence[Peer], batch: int, rounds: int) -> dict[tuple[str, int], list[float]]:
-    """Tokens per second by contestant and history, over rounds in which every one decodes STEPS tokens a row."""
+def decode_rates(
+    ours: CudaContestant, peers: Sequence[TransformersPeer], batch: int, rounds: int
+) -> dict[tuple[str, int], list[float]]:
+    """Tokens per second by contestant and history, one value per round of STEPS tokens a row."""
     runs: dict[tuple[str, int], Callable[[], None]] = {
         (ours.name, history): partial(ours.decode, batch, history) for history in HISTORIES
     }
@@ -145,8 +244,8 @@ def decode_rates(ours: Ours, peers: Sequence[Peer], batch: int, rounds: int) -> 
     return rates
 
 
-def profile(ours: Ours, batch: int) -> list[dict[str, float | str]]:
-    """Device time by kernel, a step. Kernels overlap, so a kernel's time holds some of its wait."""
+def profile(ours: CudaContestant, batch: int) -> list[dict[str, float | str]]:
+    """Device time of one step by kernel. Kernels overlap, so a kernel's time includes some waiting."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         ours.decode(batch, HISTORIES[0], 4)
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
@@ -157,13 +256,13 @@ def profile(ours: Ours, batch: int) -> list[dict[str, float | str]]:
     ]
 
 
-def make_peers(model: Any, batch: int) -> list[Peer]:
-    """transformers as it is and compiled, where that works."""
-    peers = [Peer(model, batch, WINDOW, STEPS, is_compiled=False)]
+def make_peers(model: Any, batch: int) -> list[TransformersPeer]:
+    """transformers as it is, and compiled if that works."""
+    peers = [TransformersPeer(model, batch, WINDOW, STEPS, is_compiled=False)]
     try:
-        peers.append(Peer(model, batch, WINDOW, STEPS, is_compiled=True))
+        peers.append(TransformersPeer(model, batch, WINDOW, STEPS, is_compiled=True))
     except Exception as exc:  # noqa: BLE001 - whatever its compiler raises, the plain graph is still there
-        print(f"transformers does not compile here: {type(exc).__name__}: {exc}"[:300])
+        print(f"transformers cannot be compiled here: {type(exc).__name__}: {exc}"[:300])
     return peers
 
 
@@ -176,7 +275,7 @@ def measure(
     theirs: dict[int, float] = {}
     for name in contestants:
         dtype, deterministic = _CONTESTANTS[name]
-        ours = Ours(name, model, dtype, max(batches), deterministic=deterministic)
+        ours = CudaContestant(name, model, dtype, max(batches), deterministic=deterministic)
         result["notes"][f"logits off transformers, {name}"] = _agreement(ours, model)
         result["prefill"][name] = ours.prefill()
         for batch in batches:
@@ -188,7 +287,7 @@ def measure(
                 result["profiles"][f"batch {batch}"] = profile(ours, batch)
             for (contestant, history), values in rates.items():
                 found = summarize(values)
-                figure = Figure(
+                rate = DeviceRate(
                     model=size,
                     contestant=contestant,
                     batch=batch,
@@ -199,8 +298,8 @@ def measure(
                     limit_share=ours.limit_s(batch, bytes_per_s) * found.median / batch,
                     ratio=found.median / theirs[batch],
                 )
-                result["decode"].append(asdict(figure))
-                _print_figure(figure)
+                result["decode"].append(asdict(rate))
+                _print_rate(rate)
             del peers
             torch.cuda.empty_cache()
         print(f"{size:5} {name:24} prefill in chunks of {CHUNK}: {result['prefill'][name]:,.0f} tok/s", flush=True)
@@ -211,7 +310,7 @@ def measure(
 
 
 @torch.inference_mode()
-def _agreement(ours: Ours, model: Any) -> dict[str, float]:
+def _agreement(ours: CudaContestant, model: Any) -> dict[str, float]:
     """How far our logits are from transformers', both in the same low precision, over one short prompt."""
     tokens = np.random.default_rng(3).integers(0, model.config.vocab_size, 200).tolist()
     theirs = model(torch.tensor([tokens], device="cuda")).logits[0].float().cpu()
@@ -224,11 +323,11 @@ def _agreement(ours: Ours, model: Any) -> dict[str, float]:
     }
 
 
-def _print_figure(figure: Figure) -> None:
+def _print_rate(rate: DeviceRate) -> None:
     print(
-        f"{figure.model:5} {figure.contestant:24} batch {figure.batch:3} history {figure.history:7,}: "
-        f"{figure.tokens_per_s:9,.0f} tok/s ({figure.low:,.0f} to {figure.high:,.0f}) {figure.ratio:5.2f}x "
-        f"{100 * figure.limit_share:3.0f}% of the limit",
+        f"{rate.model:5} {rate.contestant:24} batch {rate.batch:3} history {rate.history:7,}: "
+        f"{rate.tokens_per_s:9,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}) {rate.ratio:5.2f}x "
+        f"{100 * rate.limit_share:3.0f}% of the limit",
         flush=True,
     )
 
@@ -239,10 +338,10 @@ def main() -> int:
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--contestants", default=",".join(_CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("no CUDA device here: nothing was measured", file=sys.stderr)
+        print("there is no CUDA device: nothing was measured", file=sys.stderr)
         return 2
     bytes_per_s = bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bytes_per_s / 1e12:.2f} TB/s")

@@ -1,17 +1,54 @@
-"""Gates: what must hold of the measured series, and why it does or does not. Pure functions.
+"""Statistics of measured values, and gates: what the values must fulfil, and why they do or do not. Pure functions.
 
-Series that cannot be judged (nothing measured, not finite, all zero) fail. A gate that cannot fail proves nothing:
-`control` turns one around for a contestant that must fail it.
+Values that cannot be judged (none, not finite, all zero) fail every gate. A gate that cannot fail proves nothing, so
+`control` inverts one for a contestant that must fail it.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.bench.measure import median, percentile
+from holdfast.errors import InvalidArgument
 
 KV_SPREAD = 0.01
 BUCKET_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`low` and `high` are the smallest and the largest value; no outlier is left out."""
+
+    count: int
+    median: float
+    low: float
+    high: float
+
+
+def percentile(values: Sequence[float], rank: float) -> float:
+    """The value below which `rank` percent of the values lie, interpolated between neighbours."""
+    if not values or not 0 <= rank <= 100:
+        raise InvalidArgument(f"percentile {rank} of {len(values)} values is not defined")
+    if not all(math.isfinite(value) for value in values):
+        raise InvalidArgument("a percentile needs finite values")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * rank / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def median(values: Sequence[float]) -> float:
+    return percentile(values, 50)
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    return Summary(len(values), median(values), min(values), max(values))
+
+
+def thinned(values: Sequence[float], limit: int) -> list[float]:
+    """At most `limit` of the values, evenly spaced."""
+    step = math.ceil(len(values) / limit) or 1
+    return list(values[::step])
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,71 +59,67 @@ class Gate:
 
 
 def percentile_at_most(name: str, values: Sequence[float], rank: float, limit: float, unit: str) -> Gate:
-    if problem := _unfit(values):
+    if problem := _problem(values):
         return Gate(name, False, problem)
     found = percentile(values, rank)
-    return Gate(name, found <= limit, f"p{rank:g} of {len(values)} is {found:.3g} {unit}, at most {limit:g} is wanted")
+    return Gate(name, found <= limit, f"p{rank:g} of {len(values)} values is {found:.4g} {unit}, limit {limit:g}")
+
+
+def median_at_most(name: str, values: Sequence[float], limit: float, unit: str) -> Gate:
+    return percentile_at_most(name, values, 50, limit, unit)
 
 
 def median_at_least(name: str, values: Sequence[float], least: float, unit: str) -> Gate:
-    if problem := _unfit(values):
+    if problem := _problem(values):
         return Gate(name, False, problem)
     found = median(values)
-    return Gate(name, found >= least, f"the median of {len(values)} is {found:.4g} {unit}, {least:g} or more is wanted")
+    return Gate(name, found >= least, f"p50 of {len(values)} values is {found:.4g} {unit}, at least {least:g} required")
 
 
-def median_at_most(name: str, values: Sequence[float], most: float, unit: str) -> Gate:
-    if problem := _unfit(values):
-        return Gate(name, False, problem)
-    found = median(values)
-    return Gate(name, found <= most, f"the median of {len(values)} is {found:.4g} {unit}, at most {most:g} is wanted")
+def all_right(name: str, num_done: int, num_wrong: int) -> Gate:
+    """Fails if nothing was done."""
+    reason = f"{num_wrong} of {num_done} were wrong" if num_done > 0 else "nothing was done"
+    return Gate(name, num_done > 0 and num_wrong == 0, reason)
 
 
-def all_right(name: str, num_done: int, num_wrong: int, example: str = "") -> Gate:
-    """Nothing done is not all right."""
-    if num_done <= 0:
-        return Gate(name, False, "nothing was done")
-    seen = f": {example}" if example else ""
-    return Gate(name, num_wrong == 0, f"{num_wrong} of {num_done} were wrong{seen}")
-
-
-def under_load(name: str, in_flight: Sequence[float], wanted: int) -> Gate:
-    """So many kills as were wanted, each with a turn in flight; those without one do not count."""
+def under_load(name: str, in_flight: Sequence[float], num_required: int) -> Gate:
+    """Passes if enough kills happened while a turn was in flight; the other kills do not count."""
     num_loaded = sum(number > 0 for number in in_flight)
-    idle = len(in_flight) - num_loaded
-    passed = num_loaded >= max(1, wanted)
-    return Gate(name, passed, f"{num_loaded} kills with turns in flight, {wanted} wanted; {idle} without")
+    reason = f"{num_loaded} kills with turns in flight, {num_required} required; {len(in_flight) - num_loaded} without"
+    return Gate(name, num_loaded >= max(1, num_required), reason)
 
 
-def none_missing(name: str, num_found: int, num_wanted: int) -> Gate:
-    """Exactly as many as wanted, and more than none."""
-    return Gate(name, num_found == num_wanted > 0, f"{num_found} of {num_wanted}")
+def none_missing(name: str, num_found: int, num_expected: int) -> Gate:
+    """Passes if the two are equal and above zero."""
+    return Gate(name, num_found == num_expected > 0, f"{num_found} of {num_expected}")
 
 
 def within_budget(name: str, values: Sequence[float], base: float, budget: float, unit: str) -> Gate:
-    """Never more than `budget` above `base`, but for what an allocator does."""
-    if problem := _unfit([*values, base]):
+    """Passes if no value exceeds `base` by more than `budget`, with a tolerance for the allocator."""
+    if problem := _problem([*values, base]):
         return Gate(name, False, problem)
     growth = max(values) - base
     passed = base > 0 and growth <= budget * (1 + BUCKET_TOLERANCE)
-    return Gate(name, passed, f"{growth:.0f} {unit} above {base:.0f} at most, the budget is {budget:.0f}")
+    return Gate(name, passed, f"at most {growth:.0f} {unit} above the initial {base:.0f}, budget {budget:.0f}")
 
 
 def faster(name: str, these: Sequence[float], those: Sequence[float]) -> Gate:
-    """By the medians; both must have been measured."""
-    for values in (these, those):
-        if problem := _unfit(values):
-            return Gate(name, False, problem)
+    """Passes if the median of `these` is lower than that of `those`."""
+    if problem := _problem(these) or _problem(those):
+        return Gate(name, False, problem)
     ratio = median(these) / median(those) if median(those) else math.inf
-    return Gate(name, ratio < 1, f"{ratio:.3g} times the other's, {len(these)} beside {len(those)}")
+    return Gate(name, ratio < 1, f"{ratio:.3g} times as long ({len(these)} and {len(those)} values)")
 
 
 def stays_flat(name: str, values: Sequence[float], tolerance: float) -> Gate:
-    """The last third is no more than `tolerance` above the first; the very first value is left out, as all is new."""
+    """Passes if the median of the last third is at most `tolerance` above that of the first third.
+
+    The very first value is left out: it is measured on an empty history.
+    """
     third = len(values) // 3
     if third < 2:
-        return Gate(name, False, f"{len(values)} values have no thirds that can be compared")
-    if problem := _unfit(values):
+        return Gate(name, False, f"{len(values)} values are too few to compare thirds")
+    if problem := _problem(values):
         return Gate(name, False, problem)
     early, late = median(values[1 : 1 + third]), median(values[-third:])
     ratio = late / early if early else math.inf
@@ -94,45 +127,36 @@ def stays_flat(name: str, values: Sequence[float], tolerance: float) -> Gate:
 
 
 def share_at_least(name: str, values: Sequence[float], least: float) -> Gate:
-    """Of yes and no, as 1 and 0. All no is a result, not a failure to measure."""
+    """Passes if a share of at least `least` of the values is 1; the others are 0. All 0 is a valid result."""
     if not values:
         return Gate(name, False, "nothing was measured")
-    return Gate(name, sum(values) >= least * len(values), f"{sum(values):g} of {len(values)}, {least:.0%} are wanted")
+    return Gate(name, sum(values) >= least * len(values), f"{sum(values):g} of {len(values)}, {least:.0%} required")
 
 
 def control(name: str, gate: Gate, num_values: int) -> Gate:
-    """Holds where `gate` was failed, by a contestant with enough values to be judged."""
+    """Passes if `gate` failed and was judged on at least one value."""
     if not num_values:
         return Gate(name, False, "the control was not measured")
-    return Gate(
-        name, not gate.passed, f"the control {'passed' if gate.passed else 'failed, as it must'}: {gate.reason}"
-    )
+    outcome = "passed, but must fail" if gate.passed else "failed, as it must"
+    return Gate(name, not gate.passed, f"the control {outcome}: {gate.reason}")
 
 
 def kv_bounded(
-    name: str,
-    live_bytes: Sequence[float],
-    formula_bytes: Sequence[float],
-    memory_bytes: Sequence[Sequence[float]],
+    name: str, live_bytes: Sequence[float], formula_bytes: Sequence[float], memory_bytes: Sequence[Sequence[float]]
 ) -> Gate:
-    """A cache that has stopped growing: never zero, exactly the formula, within 1%, in flat process memory.
+    """Passes if the cache has stopped growing: equal to the formula, never zero, and the process memory is flat.
 
-    The first two have a value for every turn since the window is full, `memory_bytes` those turns by bucket.
+    The first two hold a value for every turn since the window is full, `memory_bytes` the same turns by bucket.
     """
-    problems = [problem] if (problem := _unfit(live_bytes)) else []
-    if len(live_bytes) != len(formula_bytes):
-        problems.append(f"{len(live_bytes)} values for {len(formula_bytes)} turns with a full window")
+    problems = _differences(live_bytes, formula_bytes, "values differ from the formula")
     if num_zero := sum(not value for value in live_bytes):
         problems.append(f"{num_zero} of {len(live_bytes)} values are zero")
-    wrong = [pair for pair in zip(live_bytes, formula_bytes, strict=False) if pair[0] != pair[1]]
-    if wrong:
-        live, formula = wrong[-1]
-        problems.append(f"{len(wrong)} of {len(live_bytes)} are not the formula's, at last {live:g}, not {formula:g}")
-    if not _unfit(live_bytes):
+    if not _problem(live_bytes):
         spread = (max(live_bytes) - min(live_bytes)) / median(live_bytes) if median(live_bytes) else math.inf
         if spread >= KV_SPREAD:
-            problems.append(f"the spread is {spread:.1%}, less than {KV_SPREAD:.0%} is wanted")
-    if problem := _buckets_unfit(memory_bytes):
+            problems.append(f"the spread is {spread:.1%}, it must be below {KV_SPREAD:.0%}")
+    growth = math.nan
+    if problem := _bucket_problem(memory_bytes):
         problems.append(f"memory: {problem}")
     else:
         medians = [median(values) for values in memory_bytes]
@@ -146,27 +170,16 @@ def kv_bounded(
 
 
 def prefill_bounded(
-    name: str,
-    forwarded: Sequence[float],
-    wanted: Sequence[float],
-    first_token: Sequence[Sequence[float]],
+    name: str, forwarded: Sequence[float], wanted: Sequence[float], first_token: Sequence[Sequence[float]]
 ) -> Gate:
-    """Each turn forwards its new tokens and the pending one, no more and no less, and is as fast at the end as before.
+    """Passes if each turn computes exactly its new tokens and the pending one, and stays as fast as at the beginning.
 
-    The first two have a value for every turn. `first_token` has the times to the first token since the window is full,
-    by bucket, in any unit; as multiples of a fixed piece of work, they leave out how busy the machine was.
+    The first two hold a value for every turn. `first_token` holds the times to the first token since the window is
+    full, by bucket, in any unit: multiples of a fixed piece of work leave out how busy the machine was.
     """
-    problems = [problem] if (problem := _unfit(forwarded)) else []
-    if len(forwarded) != len(wanted):
-        problems.append(f"{len(forwarded)} values for {len(wanted)} turns")
-    wrong = [pair for pair in zip(forwarded, wanted, strict=False) if pair[0] != pair[1]]
-    if wrong:
-        found, new = wrong[-1]
-        problems.append(
-            f"{len(wrong)} of {len(forwarded)} turns forwarded other tokens, at last {found:g}, not {new:g}"
-        )
+    problems = _differences(forwarded, wanted, "turns computed a different number of tokens")
     ratio = math.nan
-    if problem := _buckets_unfit(first_token):
+    if problem := _bucket_problem(first_token):
         problems.append(f"time to first token: {problem}")
     else:
         early = median(first_token[0])
@@ -175,27 +188,35 @@ def prefill_bounded(
             problems.append(f"time to first token: p50 of the last bucket is {ratio:.3g} times that of the first")
     if problems:
         return Gate(name, False, "; ".join(problems))
-    exactly = f"appended and pending tokens exactly, on all {len(forwarded)} turns"
     course = f"p50 of the last of {len(first_token)} buckets is {ratio:.3g} times that of the first"
-    return Gate(name, True, f"{exactly}; time to first token: {course}")
+    exact = f"exactly the appended and pending tokens on all {len(forwarded)} turns"
+    return Gate(name, True, f"{exact}; time to first token: {course}")
 
 
-def _unfit(values: Sequence[float]) -> str:
-    """Why a series cannot be judged, if so."""
+def _problem(values: Sequence[float]) -> str:
+    """Why a series cannot be judged; empty if it can."""
     if not values:
         return "nothing was measured"
     if not all(math.isfinite(value) for value in values):
         return "some values are not finite"
-    if not any(values):
-        return "all values are zero: nothing was measured"
-    return ""
+    return "" if any(values) else "all values are zero: nothing was measured"
 
 
-def _buckets_unfit(buckets: Sequence[Sequence[float]]) -> str:
-    """Why buckets cannot be compared, if so."""
+def _bucket_problem(buckets: Sequence[Sequence[float]]) -> str:
+    """Why buckets cannot be compared; empty if they can."""
     if len(buckets) < 2:
-        return f"two buckets with a full window are needed, there are {len(buckets)}"
-    for number, values in enumerate(buckets, 1):
-        if problem := _unfit(values):
-            return f"bucket {number} of {len(buckets)}: {problem}"
-    return ""
+        return f"at least two buckets with a full window are needed, there are {len(buckets)}"
+    problems = ((number, _problem(values)) for number, values in enumerate(buckets, 1))
+    return next((f"bucket {number} of {len(buckets)}: {problem}" for number, problem in problems if problem), "")
+
+
+def _differences(found: Sequence[float], expected: Sequence[float], what: str) -> list[str]:
+    """What is wrong with a series that must equal another one, value by value."""
+    problems = [problem] if (problem := _problem(found)) else []
+    if len(found) != len(expected):
+        problems.append(f"{len(found)} values for {len(expected)} turns")
+    wrong = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
+    if wrong:
+        last = f"the last one {wrong[-1][0]:g} instead of {wrong[-1][1]:g}"
+        problems.append(f"{len(wrong)} of {len(found)} {what}, {last}")
+    return problems

@@ -1,7 +1,7 @@
-"""llama.cpp as a contestant, by its Python package. A script for a Python that has that and nothing of ours.
+"""llama.cpp as a contestant, with its Python package. A script for a Python interpreter that has nothing of ours.
 
-Takes the orders that computing.py takes, one JSON object a line, and answers with the seconds. Does not sample: only
-what the model itself takes is counted.
+Takes the same tasks as `engine_speed.Contestant`, one JSON object per line, and answers with the seconds. It does not
+sample: only the forward passes of the model are timed.
 """
 
 import json
@@ -18,20 +18,20 @@ def main() -> None:
     model = llama_cpp.Llama(path, n_ctx=context, **options)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        print(json.dumps(obey(model, json.loads(line))), flush=True)
+        print(json.dumps(run(model, json.loads(line))), flush=True)
 
 
-def obey(model: Any, order: dict[str, Any]) -> float:
-    num, history = order["tokens"], order["history"]
-    if order["what"] == "prefill":
+def run(model: Any, task: dict[str, Any]) -> float:
+    num, history = task["tokens"], task["history"]
+    if task["what"] == "prefill":
         model.reset()
         return timed(model, [tokens(num, model.n_vocab())])
     if model.n_tokens != history:
         model.reset()
         model.eval(tokens(history, model.n_vocab()))
-    took = timed(model, [[5]] * num)
-    model.n_tokens = history  # the next eval takes the rest out of the cache
-    return took
+    took_s = timed(model, [[5]] * num)
+    model.n_tokens = history  # the next eval removes the rest from the cache
+    return took_s
 
 
 def timed(model: Any, batches: list[list[int]]) -> float:

@@ -1,100 +1,117 @@
-"""Processes of a bench: started here, told what to do in lines of JSON, gone when their stdin ends."""
+"""Child processes of a bench: helpers that take orders as lines of JSON, and `holdfast serve` as a user starts it.
+
+All of them end with the bench: helpers when their stdin ends, servers because their owner stops or kills them.
+"""
 
 import asyncio
 import contextlib
 import os
-import resource
+import re
 import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from pathlib import Path
-from typing import IO, Any, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from holdfast.errors import HoldfastError
 
-_END_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 300.0
+_HELPER_END_S = 10.0
+_SERVER_END_S = 60.0
+_POLL_S = 0.02
 _SHOWN = 2000
+_ADDRESSES = re.compile(r"gRPC +(\S+)\n(?:.*\n)*? +metrics +(http://\S+)/metrics")
 
 T = TypeVar("T")
 
 
 class ProcessFailed(HoldfastError):
-    """A process of the bench ended, or did not answer."""
+    """A child process ended, or did not answer as it should."""
 
     code = "bench_process_failed"
 
 
-class Child:
-    """One process. `ask` blocks until it has answered."""
+class _ChildProcess:
+    """A process in a session of its own, so that Ctrl-C reaches the bench alone. Its stderr goes to a file."""
 
-    def __init__(self, name: str, process: "subprocess.Popen[bytes]", errors: IO[bytes]) -> None:
-        self.name = name
-        self.pid = process.pid
-        self._process = process
-        self._errors = errors
+    def __init__(self, name: str, command: Sequence[str], *, stdin: int, stdout: int) -> None:
+        self._name = name
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            command, stdin=stdin, stdout=stdout, stderr=self._errors, start_new_session=True
+        )
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL. Does nothing if the process has ended."""
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _stderr(self) -> str:
+        """All of its stderr so far. Not by `read`: the process shares the position in the file."""
+        descriptor = self._errors.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+    def _failed(self, what: str) -> ProcessFailed:
+        said = self._stderr().strip()[-_SHOWN:]
+        return ProcessFailed(f"process {self._name} {what}" + (f":\n{said}" if said else ""))
+
+
+class Child(_ChildProcess):
+    """A helper process, for as long as the context lasts. It prints one line when it is ready, then answers orders."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        super().__init__(name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def ask(self, order: Any, kind: type[T], *, timeout_s: float) -> T:
+        """Send an order and block until it is answered."""
         assert self._process.stdin
         try:
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as exc:
-            raise self._failed("is gone") from exc
+            raise self._failed("has ended") from exc
         return self.read(kind, timeout_s=timeout_s)
 
-    def read(self, kind: type[T], *, timeout_s: float) -> T:
+    def read(self, kind: type[T], *, timeout_s: float = START_TIMEOUT_S) -> T:
+        """Block until the next line: the answer to an order, or at first what the process says when it is ready."""
         assert self._process.stdout
         readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         if not readable:
             raise self._failed(f"did not answer within {timeout_s:g} s")
         line = self._process.stdout.readline()
         if not line:
-            raise self._failed("is gone")
+            raise self._failed("has ended")
         return msgspec.json.decode(line, type=kind)
 
-    def close(self) -> None:
-        """Blocks until the process has ended; its stdin ends now."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
-
-    def _failed(self, what: str) -> ProcessFailed:
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip()[-_SHOWN:]
-        return ProcessFailed(f"the process {self.name} {what}" + (f":\n{said}" if said else ""))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_HELPER_END_S)
+        self.kill()
 
 
-@contextlib.contextmanager
-def started(module: str, *arguments: str) -> Iterator[Child]:
-    """`python -m holdfast.bench.MODULE`. Ctrl-C reaches us alone, so that what was measured can still be asked for."""
-    errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"holdfast.bench.{module}", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        start_new_session=True,
-    )
-    child = Child(module, process, errors)
-    try:
-        yield child
-    finally:
-        child.close()
+def started(module: str, *arguments: object) -> Child:
+    """`python -m holdfast.bench.MODULE`; arguments other than text are passed as JSON."""
+    words = [word if isinstance(word, str) else msgspec.json.encode(word).decode() for word in arguments]
+    return Child(module, [sys.executable, "-m", f"holdfast.bench.{module}", *words])
 
 
 async def obey(ready: Any, handle: Callable[[bytes], Awaitable[Any]]) -> None:
-    """A child's life: say that it is ready, then answer each line of stdin until that ends."""
+    """The main loop of a helper: say that it is ready, then answer each line of stdin until stdin ends."""
     reader = asyncio.StreamReader(limit=1 << 26)
     loop = asyncio.get_running_loop()
     pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -109,26 +126,49 @@ def _say(answer: Any) -> None:
     sys.stdout.buffer.flush()
 
 
-def cpu_s() -> float:
-    """CPU time of this process so far, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that accepts requests. `http` is a URL, `grpc` HOST:PORT."""
+
+    http: str
+    grpc: str
+    pid: int
 
 
-def cpu_s_of(pids: Iterable[int]) -> float:
-    """CPU time of these processes so far; 0 where the system does not tell."""
-    ticks = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # user and system
-    return ticks / os.sysconf("SC_CLK_TCK")
+class ServerProcess(_ChildProcess):
+    """`holdfast serve` on free ports. Whoever creates it ends it with `stop` or `kill`."""
+
+    def __init__(self, *flags: str) -> None:
+        addresses = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+        self._started = time.perf_counter()
+        command = [sys.executable, "-m", "holdfast.cli", "serve", *addresses, *flags]
+        super().__init__("holdfast serve", command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def wait_until_served(self) -> tuple[RunningServer, float]:
+        """Blocks until both endpoints are open; also how many seconds that took since its start."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            if found := _ADDRESSES.search(self._stderr()):
+                return RunningServer(found[2], found[1], self.pid), time.perf_counter() - self._started
+            time.sleep(_POLL_S)
+        error = self._failed("did not start")
+        self.kill()
+        raise error
+
+    def stop(self) -> int:
+        """SIGTERM; blocks until the process has ended, and gives its exit code."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SERVER_END_S)
+        self.kill()
+        return self._process.returncode
 
 
-def resident_bytes(pid: int) -> int:
-    """The memory that a process has in RAM now."""
-    statm = Path(f"/proc/{pid}/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
-    return int(told.stdout) * 1024
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[RunningServer]:
+    """A server for as long as the context lasts."""
+    server = ServerProcess(*flags)
+    try:
+        yield server.wait_until_served()[0]
+    finally:
+        server.stop()

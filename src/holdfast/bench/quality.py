@@ -1,10 +1,12 @@
-"""Does a bounded session stay sane? Perplexity over a long text, facts in and out of sight, and the plain truth beside.
+"""Whether a bounded session still makes sense: perplexity of a long text, recall of facts, distance to the oracle.
 
-Without sinks the same text must go wrong, and without its sinks the truth must differ: the controls.
+The controls must fail: reading without sinks, recalling a fact outside the window, and an oracle without sinks.
 """
 
+import math
 import pydoc_data.topics
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,60 +15,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.bench.gates import Gate, control, median_at_least, percentile_at_most, share_at_least, stays_flat
-from holdfast.bench.page import Chart
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Report
-from holdfast.bench.runner import Scenario
-from holdfast.bench.understanding import facts, perplexities, recalls
+from holdfast.bench.report import Report, Results
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
 from holdfast.engine.interface import Engine
-from holdfast.engine.slab import SlabPool
+from holdfast.engine.slab import Slab, SlabPool
 from holdfast.engine.weights import as_float32, open_weights
 from holdfast.engine.window import Window
 from holdfast.errors import ConfigError
 from holdfast.models import ModelSource, open_model
-from holdfast.testing.engine_driver import difference, run_chunks
+from holdfast.testing.engine_driver import difference, forward, run_chunks
 from holdfast.testing.oracle import dense_logits, weight_names
 
 SINK = 4
 FLATNESS = 0.35  # texts are not equally hard everywhere
 CONTROL_TIMES = 1.5
-RECALLED_SHARE = 0.8  # of what the model can see
+RECALLED_SHARE = 0.8  # of the facts that the model can see
 AGREEMENT = 500.0  # millionths of a logit
 
 _MILLIONTHS = "millionths of a logit"
 _PINNED = 64
 _CHUNK = 160
 _INSIDE, _OUTSIDE = 0.5, 1.5  # of the window between a fact and its question
+_PLACES = ("harbour", "library", "station", "museum", "castle", "bakery", "garden", "theatre", "market", "bridge")
+_WORDS = ("silver", "thunder", "orange", "winter", "dragon", "violet", "rocket", "pepper", "copper", "marble")
 
 Build = Callable[[ModelSource, EngineConfig], Engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    text: str = option("", "a file with the long text; empty: Python's own documentation of its topics")
-    tokens: int = option(12_800, "how much of it is read", least=10 * _CHUNK)
-    recent: int = option(160, "the window beside the sinks", least=_CHUNK)
-    facts: int = option(20, "facts that are told and asked for", least=1)
-    oracle_windows: int = option(3, "windows that are compared with the plain truth", least=1)
-    dtype: str = option("float32", "weights and cache; only float32 is compared with the plain truth")
-    device: str = option("auto", "where to compute")
-    model: str = option(DEFAULT_MODEL, "the model")
+class QualitySettings:
+    text: str = option("", "file with the long text; empty: Python's own documentation")
+    tokens: int = option(12_800, "tokens of the text to read", least=10 * _CHUNK)
+    recent: int = option(160, "window, without the sinks", least=_CHUNK)
+    facts: int = option(20, "facts to recall", least=1)
+    oracle_windows: int = option(3, "length, in windows, of the text to compare with the oracle", least=1)
+    dtype: str = option("float32", "weights and cache; only float32 is compared with the oracle")
+    device: str = option("auto", "device to compute on")
+    model: str = option(DEFAULT_MODEL, "model to measure")
 
 
 def long_text() -> str:
-    """English that is on every machine."""
+    """English text that every machine has."""
     topics = pydoc_data.topics.topics
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def scenario(build: Build) -> Scenario:
-    """`build` makes the engine: a bench does not know where tensors are."""
+    """The scenario for engines that `build` makes."""
     return Scenario(
         name="quality",
-        about="perplexity by position with sinks and without, facts in and out of sight, agreement with the oracle",
-        settings=Settings,
+        about="perplexity by position with and without sinks, recall inside and outside the window, oracle agreement",
+        settings=QualitySettings,
         quick={"tokens": 10 * _CHUNK, "facts": 5, "oracle_windows": 1},
         num_rounds=lambda settings: 3,
         measure=partial(_measure, build),
@@ -75,8 +76,8 @@ def scenario(build: Build) -> Scenario:
     )
 
 
-def _measure(build: Build, settings: Settings, recording: Recording) -> None:
-    recording.step("loading the model")
+def _measure(build: Build, settings: QualitySettings, results: Results) -> None:
+    results.step("loading the model")
     source = open_model(settings.model)
     tokenizer = load_tokenizer(source)
     tokens = tokenizer.encode(_text(settings))
@@ -93,40 +94,95 @@ def _measure(build: Build, settings: Settings, recording: Recording) -> None:
         rewind_tokens=0,
     )
     engine = build(source, config)
-    _read(engine, tokens[: settings.tokens + 1], recording)
-    recording.on_round()
-    _recall(engine, tokenizer, tokens, settings, recording)
-    recording.on_round()
+    _read(engine, tokens[: settings.tokens + 1], results)
+    results.on_round()
+    _recall(engine, tokenizer, tokens, settings, results)
+    results.on_round()
     if settings.dtype == "float32":
-        agree(engine, source, tokens, settings, recording)
+        agree(engine, source, tokens, settings, results)
     else:
-        recording.report.notes.append(f"{settings.dtype} is not compared with the oracle: only float32 promises that")
-    recording.on_round()
+        results.note(f"{settings.dtype} is not compared with the oracle: only float32 is expected to agree")
+    results.on_round()
 
 
-def _text(settings: Settings) -> str:
+def _text(settings: QualitySettings) -> str:
     if not settings.text:
         return long_text()
     try:
         return Path(settings.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{settings.text} is no text that can be read: {exc}") from exc
+        raise ConfigError(f"cannot read {settings.text} as text: {exc}") from exc
 
 
-def _read(engine: Engine, tokens: list[int], recording: Recording) -> None:
+def _read(engine: Engine, tokens: list[int], results: Results) -> None:
     num_read = 0
     for found in perplexities(engine, tokens, (SINK, 0), _CHUNK):
         num_read += _CHUNK
-        recording.step(f"reading, {num_read} of {len(tokens) - 1} tokens")
+        results.step(f"reading, {num_read} of {len(tokens) - 1} tokens")
         for sink, perplexity in found.items():
-            recording.extend(f"sink={sink}/perplexity", "", [perplexity])
-        recording.extend("without_sinks:with/perplexity", "times", [found[0] / found[SINK]])
+            results.count(f"sink={sink}/perplexity", perplexity)
+        results.extend("without_sinks:with/perplexity", "times", [found[0] / found[SINK]])
     for sink in (SINK, 0):
-        for value in recording.report.values(f"sink={sink}/perplexity"):
-            recording.figure(f"sink={sink}/perplexity_by_chunk", "", value, "lower")
+        for value in results.report.values(f"sink={sink}/perplexity"):
+            results.figure(f"sink={sink}/perplexity_by_chunk", "", value, "lower")
 
 
-def _recall(engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: Settings, recording: Recording) -> None:
+def perplexities(engine: Engine, tokens: Sequence[int], sinks: Sequence[int], chunk: int) -> Iterator[dict[int, float]]:
+    """The perplexity of each next `chunk` tokens, by number of sinks; each number of sinks has a slab of its own."""
+    pool = SlabPool(engine.num_slabs, engine.shape)
+    slabs = [pool.acquire(sink) for sink in sinks]
+    for start in range(0, len(tokens) - chunk, chunk):
+        part, targets = tokens[start : start + chunk], tokens[start + 1 : start + chunk + 1]
+        found = forward(engine, [(slab, part) for slab in slabs])
+        rows = np.arange(len(targets))
+        yield {
+            sink: math.exp(-log_softmax(logits)[rows, list(targets)].mean())
+            for sink, logits in zip(sinks, found, strict=True)
+        }
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-softmax of each row."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    normed: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return normed
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A statement, and its beginning as a question: the model is to continue with `answer`."""
+
+    statement: list[int]
+    question: list[int]
+    answer: list[int]
+
+
+def facts(tokenizer: Tokenizer, num: int, seed: int = 0) -> list[Fact]:
+    """Different facts that cannot be guessed."""
+    chance = random.Random(seed)
+    found = []
+    for number in range(num):
+        place, words = _PLACES[number % len(_PLACES)], chance.sample(_WORDS, 2)
+        question = tokenizer.encode(f" The secret password of the {place} is")
+        answer = tokenizer.encode(f" {words[0]} {words[1]}")
+        end = tokenizer.encode(". Remember it well.")
+        found.append(Fact(question + answer + end, question, answer))
+    return found
+
+
+def recalls(engine: Engine, slab: Slab, fact: Fact, filler: Sequence[int], *, chunk: int) -> bool:
+    """Whether the most likely answer is right, after the statement and `filler`. Resets the slab."""
+    slab.reset()
+    read = [*fact.statement, *filler]
+    for start in range(0, len(read), chunk):
+        forward(engine, [(slab, read[start : start + chunk])], num_logits=0)
+    (logits,) = forward(engine, [(slab, [*fact.question, *fact.answer])], num_logits=len(fact.answer) + 1)
+    return bool((logits[:-1].argmax(-1) == fact.answer).all())
+
+
+def _recall(
+    engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: QualitySettings, results: Results
+) -> None:
     pool = SlabPool(engine.num_slabs, engine.shape)
     places = {
         "inside": (pool.acquire(SINK), round(_INSIDE * settings.recent)),
@@ -134,20 +190,19 @@ def _recall(engine: Engine, tokenizer: Tokenizer, tokens: list[int], settings: S
         "pinned": (pool.acquire(_PINNED), round(_OUTSIDE * settings.recent) + _PINNED),
     }
     for number, fact in enumerate(facts(tokenizer, settings.facts)):
-        recording.step(f"fact {number + 1} of {settings.facts}")
+        results.step(f"fact {number + 1} of {settings.facts}")
         for place, (slab, num_filler) in places.items():
             start = number * num_filler % (len(tokens) - num_filler)
             filler = tokens[start : start + num_filler]
-            recalled = recalls(engine, slab, fact, filler, chunk=_CHUNK)
-            recording.extend(f"{place}/recalled", "", [float(recalled)])
+            results.count(f"{place}/recalled", recalls(engine, slab, fact, filler, chunk=_CHUNK))
     for place in places:
-        values = recording.report.values(f"{place}/recalled")
-        recording.figure(f"{place}/recalled_share", "", sum(values) / len(values))
+        values = results.report.values(f"{place}/recalled")
+        results.figure(f"{place}/recalled_share", "", sum(values) / len(values))
 
 
-def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: Settings, recording: Recording) -> None:
-    """How far the engine's logits are from the plain truth, at every position, and from one without sinks."""
-    recording.step("the plain truth")
+def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: QualitySettings, results: Results) -> None:
+    """Record how far the engine's logits are from the oracle's at every position, and from one without sinks."""
+    results.step("comparing with the oracle")
     window = Window(sink=SINK, recent=settings.recent)
     read = tokens[: settings.oracle_windows * window.size + _CHUNK // 2]
     slab = SlabPool(engine.num_slabs, engine.shape).acquire(SINK)
@@ -156,8 +211,8 @@ def agree(engine: Engine, source: ModelSource, tokens: list[int], settings: Sett
     for name, seen in (("oracle", window), ("oracle_without_sinks", Window(sink=0, recent=settings.recent))):
         truth = dense_logits(weights, source.architecture, read, seen, np.float32)
         differences = [difference(ours[at : at + 1], truth[at : at + 1]) * 1e6 for at in range(len(read))]
-        recording.extend(f"{name}/difference", _MILLIONTHS, differences)
-        recording.figure(f"{name}/difference_most", _MILLIONTHS, max(differences), "lower")
+        results.extend(f"{name}/difference", _MILLIONTHS, differences)
+        results.figure(f"{name}/difference_most", _MILLIONTHS, max(differences), "lower")
 
 
 def _weights(source: ModelSource) -> Mapping[str, NDArray[np.float32]]:
@@ -191,20 +246,10 @@ def judge(report: Report) -> list[Gate]:
     return gates
 
 
-def charts(settings: Settings) -> list[Chart]:
+def charts(settings: QualitySettings) -> list[Chart]:
+    perplexity = (f"sink={SINK}/perplexity", "sink=0/perplexity")
+    distance = ("oracle/difference", "oracle_without_sinks/difference")
     return [
-        Chart(
-            f"perplexity of each {_CHUNK} tokens",
-            "course",
-            (f"sink={SINK}/perplexity", "sink=0/perplexity"),
-            "perplexity",
-            is_log=True,
-        ),
-        Chart(
-            "difference to the oracle by position",
-            "course",
-            ("oracle/difference", "oracle_without_sinks/difference"),
-            _MILLIONTHS,
-            is_log=True,
-        ),
+        Chart(f"perplexity of each {_CHUNK} tokens", "course", perplexity, "perplexity", is_log=True),
+        Chart("difference to the oracle by position", "course", distance, _MILLIONTHS, is_log=True),
     ]

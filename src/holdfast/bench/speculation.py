@@ -1,15 +1,15 @@
-"""What n-gram drafts save and cost: the same texts gone on with and without them, in turns, and whether they agree."""
+"""What drafts save and cost: the same texts continued with and without them, in turn, and whether the tokens agree.
+
+The texts are agents' transcripts that repeat what was read, and prose that repeats nothing.
+"""
 
 import asyncio
 import time
 from dataclasses import dataclass
 
 from holdfast.bench.gates import Gate, all_right, median_at_least
-from holdfast.bench.page import Chart
-from holdfast.bench.recording import Recording
-from holdfast.bench.report import Report
-from holdfast.bench.runner import Scenario
-from holdfast.bench.transcripts import PROSE, REPETITIVE
+from holdfast.bench.report import Report, Results
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
 from holdfast.engine.factory import build_worker
@@ -19,159 +19,186 @@ from holdfast.models import open_model
 
 SAVES, COSTS = 1.8, 0.97
 TEMPERATURES = (0.0, 0.8)
-Prompts = dict[str, dict[str, list[int]]]  # by kind, then by title
 
-_KINDS = {"repetitive": REPETITIVE, "prose": PROSE}
+_CODE = '''
+def load_settings(path, timeout=30):
+    """Read the settings of a service from a file."""
+    with open(path, encoding="utf-8") as file:
+        settings = json.load(file)
+    settings.setdefault("timeout", timeout)
+    settings.setdefault("retries", 3)
+    settings.setdefault("endpoint", "https://localhost:8443")
+    return settings
+
+
+def connect(settings):
+    """Open a connection with the settings that were loaded."""
+    client = Client(settings["endpoint"], timeout=settings["timeout"])
+    for attempt in range(settings["retries"]):
+        try:
+            client.open()
+            return client
+        except ConnectionError as error:
+            log.warning("attempt %d failed: %s", attempt, error)
+    raise RuntimeError("no connection")
+'''
+
+_RECORDS = "\n".join(
+    f'    {{"id": {1000 + i}, "name": "sensor-{i:02d}", "status": "ok", "reading": {20 + i % 7}.{i % 10}, '
+    f'"unit": "celsius", "room": "hall-{i % 3}"}},'
+    for i in range(12)
+)
+
+_LOG = "\n".join(
+    f"2026-03-{1 + i:02d} 08:00:00 INFO scheduler started job backup-{i:02d} on node-{i % 4} with priority normal"
+    for i in range(14)
+)
+
+_EDIT = "The whole file after renaming `timeout` to `limit`:"
+
+_REPETITIVE = {
+    "code_edit": f"The file before the edit:\n```python{_CODE}```\n{_EDIT}\n```python",
+    "tool_result": f'Tool result:\n{{"records": [\n{_RECORDS}\n]}}\n\nThe same result once more:\n{{"records": [\n',
+    "log": f"The log:\n{_LOG}\n\nThe log again, unchanged:\n2026-03-01 08:00:00 INFO",
+}
+
+_PROSE = {
+    "story": "It was late in autumn when the old lighthouse keeper decided to write down what he had seen. That year,",
+    "essay": "Few inventions changed daily life as quietly as the bicycle did. In the cities of those years,",
+    "letter": "Dear Anna, I am sorry that my answer comes so late. Since we met in the mountains, much has happened:",
+}
+
+_KINDS = {"repetitive": _REPETITIVE, "prose": _PROSE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    tokens: int = option(160, "tokens that follow each text", least=1)
-    rounds: int = option(3, "how often each text has its turn, with another seed", least=1)
-    proposer: str = option("ngram", "who drafts", choices=("ngram", "draft_model"))
-    draft_model: str = option("", "the small model of draft_model")
-    model: str = option(DEFAULT_MODEL, "the model")
-    dtype: str = option("auto", "its weights")
-    device: str = option("auto", "where to compute")
+class SpeculationSettings:
+    tokens: int = option(160, "tokens to sample after each text", least=1)
+    rounds: int = option(3, "rounds, in each of which every text is continued once, with another seed", least=1)
+    proposer: str = option("ngram", "source of the drafts", choices=("ngram", "draft_model"))
+    draft_model: str = option("", "small model for --proposer draft_model")
+    model: str = option(DEFAULT_MODEL, "model to measure")
+    dtype: str = option("auto", "weights of the model")
+    device: str = option("auto", "device to compute on")
 
 
 @dataclass(slots=True)
-class _Went:
-    """How one text went on."""
-
+class _Continuation:
     tokens: list[int]
     duration_s: float
     done: Done
 
 
-def measure(settings: Settings, recording: Recording) -> None:
-    asyncio.run(_measure(settings, recording))
-
-
-async def _measure(settings: Settings, recording: Recording) -> None:
-    recording.step("loading")
+async def _measure(settings: SpeculationSettings, results: Results) -> None:
+    results.step("loading")
     tokenizer = load_tokenizer(open_model(settings.model))
     prompts = {kind: {title: tokenizer.encode(text) for title, text in texts.items()} for kind, texts in _KINDS.items()}
     for is_deterministic in (False, True):
-        worker = _worker(settings, is_deterministic=is_deterministic)
+        config = EngineConfig(
+            device=settings.device,
+            dtype=settings.dtype,
+            deterministic=is_deterministic,
+            sessions=1,
+            recent=512,
+            proposer=settings.proposer,
+            draft_model=settings.draft_model,
+        )
+        worker = build_worker(open_model(settings.model), config)
+        worker.start()
+        run = _SpeculationRun(settings, results, worker, prompts)
         try:
             for index in range(settings.rounds):
-                if is_deterministic:
-                    await _compare(settings, worker, prompts, index, recording)
-                else:
-                    await _race(settings, worker, prompts, index, recording)
-                recording.on_round()
+                await (run.compare(index) if is_deterministic else run.race(index))
+                results.on_round()
         finally:
             worker.stop()
 
 
-def _worker(settings: Settings, *, is_deterministic: bool) -> Worker:
-    config = EngineConfig(
-        device=settings.device,
-        dtype=settings.dtype,
-        deterministic=is_deterministic,
-        sessions=1,
-        recent=512,
-        proposer=settings.proposer,
-        draft_model=settings.draft_model,
-    )
-    worker = build_worker(open_model(settings.model), config)
-    worker.start()
-    return worker
+@dataclass(frozen=True, slots=True)
+class _SpeculationRun:
+    settings: SpeculationSettings
+    results: Results
+    worker: Worker
+    prompts: dict[str, dict[str, list[int]]]  # by kind, then by title
 
-
-async def _race(settings: Settings, worker: Worker, prompts: Prompts, index: int, recording: Recording) -> None:
-    for kind, texts in prompts.items():
-        for temperature in TEMPERATURES:
-            name = f"{kind}_{temperature:g}"
-            drafted: list[_Went] = []
-            plain: list[_Went] = []
-            for title, text in texts.items():
-                recording.step(f"round {index + 1}, {title} at {temperature:g}")
-                ways = ((drafted, True), (plain, False))
-                for found, is_on in ways if index % 2 else reversed(ways):
-                    found.append(await _go_on(settings, worker, text, temperature, index, speculation=is_on))
-            recording.figure(f"{name}_drafted", "tokens/s", _speed(drafted), "higher")
-            recording.figure(f"{name}_plain", "tokens/s", _speed(plain), "higher")
-            recording.ratio(f"{name}_drafted_to_plain", f"{name}_drafted", f"{name}_plain", "higher")
-            recording.figure(f"{name}_accepted", "share", _share_accepted(drafted), "higher")
-            recording.figure(f"{name}_tokens_a_forward", "tokens", _tokens_a_forward(drafted), "higher")
-
-
-async def _compare(settings: Settings, worker: Worker, prompts: Prompts, index: int, recording: Recording) -> None:
-    """With deterministic kernels: not one token may differ."""
-    recording.step(f"round {index + 1}, the same tokens")
-    for texts in prompts.values():
-        for text in texts.values():
+    async def race(self, index: int) -> None:
+        """Speed with and without drafts; which of the two comes first alternates."""
+        for kind, texts in self.prompts.items():
             for temperature in TEMPERATURES:
-                with_drafts, without = [
-                    await _go_on(settings, worker, text, temperature, index, speculation=is_on)
-                    for is_on in (True, False)
+                drafted: list[_Continuation] = []
+                plain: list[_Continuation] = []
+                for title, text in texts.items():
+                    self.results.step(f"round {index + 1}, {title} at {temperature:g}")
+                    ways = ((drafted, True), (plain, False))
+                    for found, is_on in ways if index % 2 else reversed(ways):
+                        found.append(await self._continue(text, temperature, index, speculation=is_on))
+                name, figure = f"{kind}_{temperature:g}", self.results.figure
+                figure(f"{name}_drafted", "tokens/s", _speed(drafted), "higher")
+                figure(f"{name}_plain", "tokens/s", _speed(plain), "higher")
+                self.results.ratio(f"{name}_drafted_to_plain", f"{name}_drafted", f"{name}_plain", "higher")
+                num_tokens = sum(len(one.tokens) for one in drafted)
+                num_accepted = sum(one.done.num_accepted for one in drafted)
+                num_proposed = sum(one.done.num_proposed for one in drafted)
+                figure(f"{name}_accepted", "share", num_accepted / max(1, num_proposed), "higher")
+                figure(f"{name}_tokens_a_forward", "tokens", num_tokens / (num_tokens - num_accepted), "higher")
+
+    async def compare(self, index: int) -> None:
+        """With deterministic kernels no token may differ."""
+        self.results.step(f"round {index + 1}, comparing tokens")
+        for text in (text for texts in self.prompts.values() for text in texts.values()):
+            for temperature in TEMPERATURES:
+                drafted, plain = [
+                    await self._continue(text, temperature, index, speculation=is_on) for is_on in (True, False)
                 ]
-                pairs = zip(with_drafts.tokens, without.tokens, strict=False)
-                num_wrong = sum(one != other for one, other in pairs)
-                num_wrong += abs(len(with_drafts.tokens) - len(without.tokens))
-                recording.extend("compared", "tokens", [len(without.tokens)])
-                recording.extend("different", "tokens", [num_wrong])
-                recording.extend("accepted_deterministic", "tokens", [with_drafts.done.num_accepted])
+                pairs = zip(drafted.tokens, plain.tokens, strict=False)
+                num_wrong = sum(one != other for one, other in pairs) + abs(len(drafted.tokens) - len(plain.tokens))
+                self.results.extend("compared", "tokens", [len(plain.tokens)])
+                self.results.extend("different", "tokens", [num_wrong])
+                self.results.extend("accepted_deterministic", "tokens", [drafted.done.num_accepted])
+
+    async def _continue(self, prompt: list[int], temperature: float, seed: int, *, speculation: bool) -> _Continuation:
+        num = self.settings.tokens
+        params = SamplingParams(seed=seed, max_tokens=num, temperature=temperature, speculation=speculation)
+        sequence = await self.worker.open()
+        await self.worker.append(sequence, prompt)
+        tokens, done = [], None
+        started = time.perf_counter()
+        async with self.worker.generate(sequence, params) as stream:
+            async for batch in stream:
+                tokens += [event.token for event in batch if isinstance(event, Sampled)]
+                done = next((event for event in batch if isinstance(event, Done)), done)
+        took_s = time.perf_counter() - started
+        await self.worker.close(sequence)
+        assert done is not None
+        return _Continuation(tokens, took_s, done)
 
 
-async def _go_on(
-    settings: Settings, worker: Worker, prompt: list[int], temperature: float, seed: int, *, speculation: bool
-) -> _Went:
-    params = SamplingParams(seed=seed, max_tokens=settings.tokens, temperature=temperature, speculation=speculation)
-    sequence = await worker.open()
-    await worker.append(sequence, prompt)
-    tokens, done = [], None
-    started = time.perf_counter()
-    async with worker.generate(sequence, params) as stream:
-        async for batch in stream:
-            tokens += [event.token for event in batch if isinstance(event, Sampled)]
-            done = next((event for event in batch if isinstance(event, Done)), done)
-    took = time.perf_counter() - started
-    await worker.close(sequence)
-    assert done is not None
-    return _Went(tokens, took, done)
-
-
-def _speed(went: list[_Went]) -> float:
-    return sum(len(one.tokens) for one in went) / sum(one.duration_s for one in went)
-
-
-def _share_accepted(went: list[_Went]) -> float:
-    return sum(one.done.num_accepted for one in went) / max(1, sum(one.done.num_proposed for one in went))
-
-
-def _tokens_a_forward(went: list[_Went]) -> float:
-    num = sum(len(one.tokens) for one in went)
-    return num / (num - sum(one.done.num_accepted for one in went))
+def _speed(continuations: list[_Continuation]) -> float:
+    return sum(len(one.tokens) for one in continuations) / sum(one.duration_s for one in continuations)
 
 
 def judge(report: Report) -> list[Gate]:
-    bars = {
-        f"{kind}_{temperature:g}_drafted_to_plain": bar
-        for kind, bar in (("repetitive", SAVES), ("prose", COSTS))
+    required = {
+        f"{kind}_{temperature:g}_drafted_to_plain": least
+        for kind, least in (("repetitive", SAVES), ("prose", COSTS))
         for temperature in TEMPERATURES
     }
-    gates = [median_at_least(name, report.values(name), bar, "times") for name, bar in bars.items()]
-    num_compared, num_different = (int(sum(report.values(name))) for name in ("compared", "different"))
-    return [*gates, all_right("same_tokens_when_deterministic", num_compared, num_different)]
+    gates = [median_at_least(name, report.values(name), least, "times") for name, least in required.items()]
+    return [*gates, all_right("same_tokens_when_deterministic", report.total("compared"), report.total("different"))]
+
+
+def charts(settings: SpeculationSettings) -> list[Chart]:
+    names = tuple(f"{k}_{t:g}_{way}" for k in _KINDS for t in TEMPERATURES for way in ("drafted", "plain"))
+    return [Chart("with and without drafts", "bars", names, "tokens/s")]
 
 
 SCENARIO = Scenario(
     name="speculation",
-    about="tokens a second with drafts and without, on repetitive texts and on prose; the same tokens either way",
-    settings=Settings,
+    about="tokens/s with and without drafts, on repetitive texts and on prose; the same tokens either way",
+    settings=SpeculationSettings,
     quick={"rounds": 1, "tokens": 64},
     num_rounds=lambda settings: 2 * settings.rounds,
-    measure=measure,
+    measure=lambda settings, results: asyncio.run(_measure(settings, results)),
     judge=judge,
-    charts=lambda settings: [
-        Chart(
-            "drafted and plain",
-            "bars",
-            tuple(f"{k}_{t:g}_{w}" for k in _KINDS for t in TEMPERATURES for w in ("drafted", "plain")),
-            "tokens/s",
-        )
-    ],
+    charts=charts,
 )

@@ -1,24 +1,24 @@
-"""The turns of a long session as numbers: each on its own, in buckets of time, and summed up. Pure."""
+"""The turns of a long session as numbers: each turn, grouped into time buckets, and aggregated. Pure."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.bench.measure import median, percentile
+from holdfast.bench.gates import median, percentile
 from holdfast.bench.report import Report
 
 _BUCKET_S = 600.0
-_LEAST_BUCKETS = 4
-_ENOUGH_TURNS = 10  # in a bucket, for a median that means something
-_THINGS = ("roof", "door", "wall", "floor", "gate", "stair", "lamp")
+_MIN_BUCKETS = 4
+_ENOUGH_TURNS = 10  # in a bucket, for a meaningful median
+_UNITS = {"s": "s", "ms": "ms", "tokens": "tokens", "bytes": "bytes"}  # by the last word of a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One turn as it was measured; each field is a series of the report.
+class TurnMeasurement:
+    """One turn; each field is a series of the report.
 
-    `wanted_tokens`: appended and pending. `pace_ms`: what one short question took beside it, the same in every turn.
+    `wanted_tokens`: appended and pending ones. `pace_ms`: the time of a short request, the same one in every turn.
     """
 
     at_s: float
@@ -34,11 +34,19 @@ class Turn:
     memory_bytes: float
 
 
-_UNITS = {"s": "s", "ms": "ms", "tokens": "tokens", "bytes": "bytes"}  # by the end of a name
+def turns_of(report: Report, contestant: str) -> list[TurnMeasurement]:
+    """Every turn of which all fields were recorded."""
+    names = [column.name for column in dataclasses.fields(TurnMeasurement)]
+    columns = [report.values(f"{contestant}/{name}") for name in names]
+    return [TurnMeasurement(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=False)]
+
+
+def unit_of(name: str) -> str:
+    return _UNITS.get(name.rpartition("_")[2], "")
 
 
 def bucketize(at_s: Sequence[float], width_s: float) -> list[list[int]]:
-    """The indices of the turns in each bucket of `width_s` from the first turn on, also where a bucket has none."""
+    """The indices of the turns in each bucket of `width_s` since the first turn; a bucket may be empty."""
     if not at_s:
         return []
     num = max(1, round((at_s[-1] - at_s[0]) / width_s)) if width_s > 0 else 1
@@ -50,13 +58,13 @@ def bucketize(at_s: Sequence[float], width_s: float) -> list[list[int]]:
 
 
 def bucket_width_s(span_s: float, num_turns: int) -> float:
-    """Ten minutes, or as near to it as equal buckets come. A short run has four of them, or two where turns are few."""
-    least = _LEAST_BUCKETS if num_turns >= _LEAST_BUCKETS * _ENOUGH_TURNS else 2
+    """About ten minutes, so that buckets are equal. A short run has four buckets, or two if turns are few."""
+    least = _MIN_BUCKETS if num_turns >= _MIN_BUCKETS * _ENOUGH_TURNS else 2
     return span_s / max(least, round(span_s / _BUCKET_S))
 
 
-def in_buckets(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """The turns since the window is full, bucket by bucket."""
+def in_buckets(turns: Sequence[TurnMeasurement]) -> list[list[TurnMeasurement]]:
+    """The turns since the window is full, by bucket."""
     full = [turn for turn in turns if turn.is_full]
     if len(full) < 2:
         return [full] if full else []
@@ -67,7 +75,7 @@ def in_buckets(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate:
-    """`by_bucket` has a value for each bucket that is not empty. The drift is NaN where there is but one."""
+    """`by_bucket` has a value for each bucket that is not empty. The drift is NaN if there is only one."""
 
     num_turns: int
     num_full: int
@@ -75,34 +83,17 @@ class Aggregate:
     by_bucket: Mapping[str, list[float]]
 
 
-def aggregate_run(turns: Sequence[Turn]) -> Aggregate:
+def aggregate_run(turns: Sequence[TurnMeasurement]) -> Aggregate:
     buckets = [bucket for bucket in in_buckets(turns) if bucket]
     names = ("turn_ms", "first_token_ms", "pace_ms", "forwarded_tokens", "kv_live_bytes", "memory_bytes")
     by_bucket = {
         f"{name}_p50": [median([getattr(turn, name) for turn in bucket]) for bucket in buckets] for name in names
     }
     by_bucket["turn_ms_p95"] = [percentile([turn.turn_ms for turn in bucket], 95) for bucket in buckets]
-    courses = by_bucket["turn_ms_p50"]
+    medians = by_bucket["turn_ms_p50"]
     return Aggregate(
         num_turns=len(turns),
         num_full=sum(len(bucket) for bucket in buckets),
-        latency_drift_p50_s=(courses[-1] - courses[0]) / 1000 if len(courses) > 1 else math.nan,
+        latency_drift_p50_s=(medians[-1] - medians[0]) / 1000 if len(medians) > 1 else math.nan,
         by_bucket=by_bucket,
     )
-
-
-def unit_of(name: str) -> str:
-    return _UNITS.get(name.rpartition("_")[2], "")
-
-
-def question_of(number: int) -> str:
-    """What is asked in a turn: as long in every one, and never the same."""
-    thing = _THINGS[number % len(_THINGS)]
-    return f"Entry {number:05d}: the {thing} is done. What is next?"
-
-
-def turns_of(report: Report, contestant: str) -> list[Turn]:
-    """Every turn that was recorded whole."""
-    names = [column.name for column in dataclasses.fields(Turn)]
-    columns = [report.values(f"{contestant}/{name}") for name in names]
-    return [Turn(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=False)]

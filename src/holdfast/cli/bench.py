@@ -11,17 +11,15 @@ from rich.table import Table
 
 from holdfast.bench import (
     capacity,
-    decode,
+    engine_speed,
     long_session,
     overhead,
-    prefill,
     quality,
     recovery,
     responsiveness,
     speculation,
 )
-from holdfast.bench.compare import Verdict, cautions, compare
-from holdfast.bench.report import Figure, read
+from holdfast.bench.report import Figure, Verdict, cautions, compare, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, run
 from holdfast.engine.factory import build_engine
 from holdfast.errors import ConfigError
@@ -33,8 +31,8 @@ SCENARIOS = (
     recovery.SCENARIO,
     capacity.SCENARIO,
     quality.scenario(build_engine),
-    decode.SCENARIO,
-    prefill.SCENARIO,
+    engine_speed.DECODE,
+    engine_speed.PREFILL,
     speculation.SCENARIO,
 )
 
