@@ -1,5 +1,6 @@
-"""A few lines that run an engine by hand: those of `holdfast.testing.engine_driver`."""
+"""A few lines that run an engine by hand: those of `holdfast.testing.fake_engine`."""
 
-from holdfast.testing.engine_driver import Array, difference, forward, run_chunks
+from holdfast.testing.fake_engine import Logits as Array
+from holdfast.testing.fake_engine import difference, forward, run_chunks
 
 __all__ = ["Array", "difference", "forward", "run_chunks"]

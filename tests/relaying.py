@@ -12,7 +12,7 @@ from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.config import ServeConfig, UpstreamConfig
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.http import Upstream
 from holdfast.serving.lifecycle import Chat, running

@@ -23,8 +23,8 @@ from holdfast.engine.slab import SlabShape
 from holdfast.engine.worker import Worker
 from holdfast.errors import NonFiniteLogits
 from holdfast.generation import Sampled
+from holdfast.metrics import Metrics
 from holdfast.models import open_model
-from holdfast.observability.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.lifecycle import Chat, running
 from holdfast.sessions.ports import ModelInfo

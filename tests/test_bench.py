@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends import json_members
 from holdfast.bench import overhead, responsiveness
 from holdfast.bench import runner as drawing
 from holdfast.bench.gates import (
@@ -37,6 +36,7 @@ from holdfast.bench.runner import Chart, Output, Scenario, command_of, page, plo
 from holdfast.bench.upstreams import Script, first_message, response
 from holdfast.cli import main
 from holdfast.errors import ConfigError, InvalidArgument
+from holdfast.sessions import record as json_members
 from tests.serving import default_chat
 
 # The arithmetic

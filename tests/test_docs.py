@@ -107,7 +107,7 @@ def test_the_table_of_metrics_is_what_the_server_exposes(reader: Reader) -> None
 
 
 def test_the_table_of_metrics_names_their_labels() -> None:
-    from holdfast.observability.metrics import Metrics
+    from holdfast.metrics import Metrics
 
     text = SERVING.read_text(encoding="utf-8")
     for collector in vars(Metrics()).values():

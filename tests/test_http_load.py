@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from holdfast.errors import CapacityExhausted, QueueTimeout
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.sessions.admission import Admission
 from tests.effort import examples
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine

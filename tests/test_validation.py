@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.backends.json_members import place_of, without
 from holdfast.backends.sglang import SGLangReader
 from holdfast.backends.validation import MAX_DEPTH, CheckedReply, check_sglang, check_vllm
 from holdfast.backends.vllm import VLLMReader
 from holdfast.errors import UpstreamAborted, UpstreamError, UpstreamInvalid
+from holdfast.sessions.record import place_of, without
 from tests.effort import examples
 
 VOCABULARY = 100

@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from holdfast.backends.json_members import members_at, place_of, without
 from holdfast.errors import UpstreamAborted, UpstreamInvalid
 from holdfast.sessions.ports import LogprobKind, UpstreamCompletion
-from holdfast.sessions.record import ByteRange
+from holdfast.sessions.record import ByteRange, members_at, place_of, without
 
 PAYLOADS = ("routed_experts", "indexer_topk")
 MAX_DEPTH = 100

@@ -37,7 +37,7 @@ from holdfast.engine.slab import SlabPool
 from holdfast.errors import ConfigError
 from holdfast.generation import SamplingParams
 from holdfast.models import GGUFSource, open_model
-from holdfast.testing.engine_driver import run_chunks
+from holdfast.testing.fake_engine import run_chunks
 
 BATCHES = (2, 4, 8)
 _DTYPES = ("int8", "bfloat16")

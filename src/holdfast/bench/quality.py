@@ -25,7 +25,7 @@ from holdfast.engine.weights import as_float32, open_weights
 from holdfast.engine.window import Window
 from holdfast.errors import ConfigError
 from holdfast.models import ModelSource, open_model
-from holdfast.testing.engine_driver import difference, forward, run_chunks
+from holdfast.testing.fake_engine import difference, forward, run_chunks
 from holdfast.testing.oracle import dense_logits, weight_names
 
 SINK = 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Literal, TypeVar, get_args
 
-from holdfast.backends import json_members, validation
+from holdfast.backends import validation
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import DecodeQueue, upstream_model_info
@@ -22,10 +22,11 @@ from holdfast.bench.machine import own_cpu_s, resident_bytes
 from holdfast.bench.processes import obey
 from holdfast.chat.chat_model import load_chat
 from holdfast.config import ChatConfig, ServeConfig, UpstreamConfig
+from holdfast.metrics import Metrics
 from holdfast.models import open_model
-from holdfast.observability.metrics import Metrics
 from holdfast.serving.http import Upstream
 from holdfast.serving.lifecycle import Chat, running
+from holdfast.sessions import record
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ _SAMPLE_INTERVAL_S = 0.005  # of CPU time
 
 # The innermost frame of the stack whose path holds one of these says which stage it was; the first match counts.
 _STAGES = {
-    "decode": [module.__name__.replace(".", "/") + ".py" for module in (validation, json_members)],
+    "decode": [module.__name__.replace(".", "/") + ".py" for module in (validation, record)],
     "upstream": ["/holdfast/backends/", "/aiohttp/", "/yarl/"],
     "turn": ["/holdfast/chats/", "/holdfast/sessions/", "/holdfast/chat/", "/jinja2/", "/tokenizers/"],
     "client": ["/holdfast/serving/", "/starlette/", "/uvicorn/", "/h11/", "/httptools/"],

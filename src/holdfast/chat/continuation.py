@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.chat.messages import Message
-from holdfast.chat.template import Renderer, Tools
-from holdfast.chat.template_probe import NO_END_OF_TURN, SENTINEL, SYSTEM, USER, probe
+from holdfast.chat.template import NO_END_OF_TURN, SENTINEL, SYSTEM, USER, Renderer, Tools, probe
 from holdfast.chat.tool_calls import hermes_system_block, render_call, render_result
 from holdfast.errors import InvalidArgument, ModelError
 from holdfast.sessions.record import TemplateInputs

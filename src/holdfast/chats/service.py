@@ -7,7 +7,6 @@ from functools import partial
 
 import msgspec
 
-from holdfast.backends.json_members import without
 from holdfast.chat.messages import read_messages
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
@@ -17,6 +16,7 @@ from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
 from holdfast.errors import HoldfastError, InvalidArgument, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
+from holdfast.sessions.record import without
 from holdfast.sessions.transfers import ChatContent
 from holdfast.sessions.view import SessionView
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.chat.chat_model import load_chat
-from holdfast.chat.template_probe import Abilities
+from holdfast.chat.template import Abilities
 from holdfast.cli.machine import DataDirectory, Library, Memory
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig, check_upstream

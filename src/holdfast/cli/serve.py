@@ -29,8 +29,8 @@ from holdfast.config import (
 )
 from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, ModelError
+from holdfast.metrics import Metrics
 from holdfast.models import ModelSource, open_model
-from holdfast.observability.metrics import Metrics
 from holdfast.serving.http import Upstream
 from holdfast.serving.keys import check_bind, check_free, read_keys
 from holdfast.serving.lifecycle import Chat, ServerAddresses, serve

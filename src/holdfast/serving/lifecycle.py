@@ -1,14 +1,17 @@
-"""A whole server in one process: builds and wires everything, starts both endpoints, drains, stops."""
+"""A whole server in one process: opens its data, builds and wires everything, starts both endpoints, drains, stops."""
 
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,14 +25,15 @@ from holdfast.chats.turn import ChatSetup
 from holdfast.chats.upstream_turn import relay_to
 from holdfast.config import ChatConfig, ServeConfig
 from holdfast.errors import ConfigError, EngineDied, HoldfastError
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.serving.grpc import GrpcDoor, create_server
 from holdfast.serving.http import Upstream, create_app
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
-from holdfast.serving.storage import Storage, open_storage
 from holdfast.sessions.admission import Admission
-from holdfast.sessions.journal.base import Journal
-from holdfast.sessions.ports import ServedBackend
+from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
+from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.journal.sqlite import SqliteJournal
+from holdfast.sessions.ports import ModelInfo, ServedBackend
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
 
@@ -38,6 +42,8 @@ logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.25
 _PURGE_INTERVAL_S = 3600.0
 _DAY_S = 86_400
+_MB = 1024 * 1024
+_MODEL = "model.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,13 @@ class Chat:
     model: ChatModel
     config: ChatConfig
     upstream: Upstream | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    journal: Journal
+    snapshots: SnapshotStore
+    stored: tuple[StoredSession, ...] = ()
 
 
 async def serve(
@@ -253,3 +266,56 @@ async def _watch(backend: ServedBackend, metrics: Metrics) -> None:
         metrics.event_loop_lag.observe(max(0.0, time.perf_counter() - started - _WATCH_INTERVAL_S))
         if backend.failure is not None:
             raise EngineDied(f"the engine died: {type(backend.failure).__name__}: {backend.failure}")
+
+
+# Data on disk
+
+
+@contextlib.contextmanager
+def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Iterator[Storage]:
+    """Blocks while it checks and reads what is there. Without a data directory nothing outlives the context.
+
+    A directory belongs to the tokenizer that it was first used with: under another one its tokens would say something
+    else, so that is refused.
+    """
+    memory = config.snapshot_memory_mb * _MB
+    if not config.data_dir:
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+            snapshots = SnapshotStore(Path(folder), budget_bytes=0, memory_budget_bytes=memory)
+            yield Storage(NoJournal(), snapshots)
+        return
+    directory = Path(config.data_dir).expanduser()
+    _check_tokenizer(directory, model)
+    journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
+    metrics.journal_cut_commits.set(journal.num_cut_commits)
+    try:
+        _note_tokenizer(directory, model)
+        snapshots = SnapshotStore(
+            directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB, memory_budget_bytes=memory
+        )
+    except OSError as exc:
+        raise ConfigError(f"cannot use the data directory {directory}: {exc}") from exc
+    yield Storage(journal, snapshots, tuple(journal.load()))
+
+
+def _check_tokenizer(directory: Path, model: ModelInfo) -> None:
+    try:
+        theirs = json.loads((directory / _MODEL).read_text(encoding="utf-8"))
+        name, tokenizer_hash = str(theirs["name"]), str(theirs["tokenizer_hash"])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc})") from exc
+    if model.tokenizer_hash and tokenizer_hash != model.tokenizer_hash:
+        raise ConfigError(
+            f"the data directory {directory} was used with {name!r}, which has another tokenizer than {model.name!r}; "
+            "use another --data-dir, or serve that model"
+        )
+
+
+def _note_tokenizer(directory: Path, model: ModelInfo) -> None:
+    path = directory / _MODEL
+    if model.tokenizer_hash and not path.exists():
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps({"name": model.name, "tokenizer_hash": model.tokenizer_hash}), encoding="utf-8")
+        fresh.replace(path)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from holdfast.errors import CapacityExhausted, InvalidArgument, Paused, QueueTimeout
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 
 
 class FairSemaphore:

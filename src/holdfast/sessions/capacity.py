@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from holdfast.errors import CapacityExhausted, SnapshotMismatch
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.ports import Backend
 from holdfast.sessions.session import Session, SessionRegistry

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from holdfast.errors import Draining, HistoryConflict, HoldfastError, InvalidArgument, SessionFailed, SessionNotFound
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import SlabCapacity
 from holdfast.sessions.history import GenerationRecord
 from holdfast.sessions.journal.base import Entry, HistoryRewound, Journal, Pinned, SessionKind, SessionOpened

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Done, Event, SamplingParams
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import Parking, SlabCapacity
 from holdfast.sessions.history import SpanPiece
 from holdfast.sessions.journal.base import (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prometheus_client import Gauge
 
 from holdfast.errors import InvalidArgument
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.sessions.history import SpanKind
 from holdfast.sessions.journal.base import SessionKind
 from holdfast.sessions.ports import BackendView

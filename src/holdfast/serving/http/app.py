@@ -16,8 +16,7 @@ from holdfast.serving.http.openapi import document
 from holdfast.serving.http.routes_admin import ControlRoutes, HealthRoutes
 from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
-from holdfast.serving.http.routes_sessions import SessionRoutes
-from holdfast.serving.http.routes_upstream import METHODS, Upstream, UpstreamRoutes
+from holdfast.serving.http.routes_sessions import METHODS, SessionRoutes, Upstream, UpstreamRoutes
 from holdfast.serving.keys import Keys
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers

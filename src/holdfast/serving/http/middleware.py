@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.config import ServeConfig
 from holdfast.errors import HoldfastError, PayloadTooLarge
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.serving.http.error_response import response_for
 from holdfast.serving.http.response import ClientGone
 from holdfast.serving.keys import Keys

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast.chats.service import ChatService
 from holdfast.errors import Forbidden, InvalidArgument
-from holdfast.observability.metrics import Metrics
+from holdfast.metrics import Metrics
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import decode
 from holdfast.serving.http.schema import WeightVersion

@@ -1,13 +1,16 @@
-"""Routes of chat sessions: create, list, show, fork, reward, delete, and chat by a session's own base URL."""
+"""Routes of chat sessions: create, list, show, fork, reward, delete, chat, and the open paths of an upstream."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from holdfast.backends.transport import Routes, Transport, forward, match_route
 from holdfast.chats.events import TurnRequest
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
@@ -15,9 +18,10 @@ from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, decode, relayed_request
 from holdfast.serving.http.render import ChatWriter
-from holdfast.serving.http.response import TurnResponder
+from holdfast.serving.http.response import TurnResponder, unless_disconnected
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
+from holdfast.sessions.ports import ChatUpstream
 from holdfast.sessions.view import SessionState, page_of, page_start
 
 
@@ -137,3 +141,44 @@ def _page_size(query: QueryParams) -> int | None:
     if not (size.isascii() and size.isdigit() and len(size) < 10):
         raise InvalidArgument(f"page_size must be a number, got {size!r}", param="page_size")
     return int(size)
+
+
+# Other paths of an upstream: an allow-list, else 404
+
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """The server that generates instead of our engine, and which of its paths are open."""
+
+    chat: ChatUpstream
+    transport: Transport
+    routes: Routes
+
+
+class UpstreamRoutes:
+    def __init__(self, chats: ChatService, upstream: Upstream) -> None:
+        self._chats = chats
+        self._upstream = upstream
+
+    async def passed(self, request: Request) -> Response:
+        session_id, owner = request.path_params["session_id"], owner_of(request)
+        self._chats.get(session_id, owner)
+        raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
+        _, _, rest = raw.decode("latin-1").removeprefix("/sessions/").partition("/")
+        path = match_route(self._upstream.routes, request.method, rest)
+        if path is None:
+            raise HTTPException(404)
+        body = await request.body()
+        work = forward(
+            self._upstream.transport,
+            request.method,
+            path,
+            query=request.url.query,
+            headers=request.headers.items(),
+            body=body,
+            session_id=session_id,
+        )
+        reply = await unless_disconnected(request.receive, work)
+        return Response(reply.body, reply.status, dict(reply.headers))

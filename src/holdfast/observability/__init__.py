@@ -1,1 +1,0 @@
-"""Numbers and words about a running server."""
