@@ -60,8 +60,8 @@ class SlowEngine(FakeEngine):
 @contextlib.contextmanager
 def held(engine: SlowEngine) -> Iterator[None]:
     """The engine gets no further than its next forward while the context lasts."""
-    before = engine.num_forwards
     engine.may_run.clear()
+    before = engine.num_forwards  # read after the event is clear: whatever is counted from here on is held
     try:
         yield
         assert engine.num_forwards <= before + 1  # the one in which it is held

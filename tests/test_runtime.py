@@ -131,7 +131,7 @@ async def test_a_caller_who_leaves_twice_still_frees_the_session(runtime: Runtim
 
 
 async def test_a_creation_whose_tokens_are_wrong_leaves_nothing(runtime: Runtime) -> None:
-    with pytest.raises(InvalidArgument, match="not an id"):
+    with pytest.raises(InvalidArgument, match="not a token id"):
         await runtime.create(OWNER, tokens=[1, 9999])
     assert runtime.list_sessions(OWNER) == []
 

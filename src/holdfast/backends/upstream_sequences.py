@@ -170,7 +170,7 @@ class UpstreamSequences(ABC):
         last = self._model.vocab_size - 1
         for index, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token <= last:
-                raise InvalidArgument(f"token {token!r} at index {index} is not an id between 0 and {last}")
+                raise InvalidArgument(f"token {token!r} at index {index} is not a token id between 0 and {last}")
 
 
 class UpstreamStream:
