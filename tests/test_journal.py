@@ -796,6 +796,7 @@ async def test_a_damaged_end_of_the_write_ahead_log_is_reported_and_cut(
         caplog.clear()
         async with opened(tmp_path / name) as journal:
             assert [known.number for known in (await journal.read_session("a")).turns] == [1]
+            assert journal.num_cut_commits == 1
         assert "write-ahead log were damaged" in caplog.text
     caplog.clear()
     async with opened(tmp_path / "running"):

@@ -112,9 +112,14 @@ async def test_routed_experts_are_kept_once_and_come_back_with_samples_and_repla
         again = await relay.http.post(chat_path(session), json=said("Hi", max_tokens=4), headers=KEY)
         assert again.headers["idempotent-replayed"] == "true"
         assert again.content == first.content
-        [sample] = (await relay.http.post(f"/sessions/{session}/samples", json={"format": "json"})).json()["samples"]
+        path, form = f"/sessions/{session}/samples", {"format": "json"}
+        [sample] = (await relay.http.post(path, json=form)).json()["samples"]
+        [shaped] = (await relay.http.post(path, json=form | {"num_layers": 3})).json()["samples"]
+        refused = await relay.http.post(path, json=form | {"num_layers": 4})
     rows = sample["rollout_routed_experts"]
     assert rows["shape"] == [num_rows, 6]
+    assert shaped["rollout_routed_experts"] == rows | {"shape": [num_rows, 3, 2]}
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "samples_unusable")
 
 
 async def test_chats_come_back_after_a_restart_with_all_they_had(tmp_path: Path) -> None:

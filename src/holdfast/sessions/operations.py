@@ -117,14 +117,21 @@ class Claim:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.release()
+        released = self._released()
+        if released is not None and kind is not asyncio.CancelledError:  # a caller that was cancelled does not wait
+            await asyncio.shield(released)
 
     async def release(self) -> None:
         """Free the session once everything begun on it has ended, even if the caller is cancelled meanwhile."""
+        if (released := self._released()) is not None:
+            await asyncio.shield(released)
+
+    def _released(self) -> "asyncio.Task[None] | None":
+        """Free the session now, or in a task once the last operation has ended."""
         if self._settling is None or self._settling.done():
             self.release_now()
-        else:
-            await asyncio.shield(self._operations.in_background(self._free_when_settled(self._settling)))
+            return None
+        return self._operations.in_background(self._free_when_settled(self._settling))
 
     def release_now(self) -> None:
         """Free the session, on which nothing runs."""
