@@ -70,6 +70,18 @@ async def test_a_retry_joins_the_turn_in_flight_and_keeps_it_alive(listened: lis
         assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
 
 
+async def test_two_identical_requests_with_one_key_at_the_same_moment_join() -> None:
+    async with chatting() as (relay, upstream):
+        for _ in range(10):
+            session = await open_session(relay.http)
+            before = len(upstream.requests)
+            posts = [relay.http.post(chat_path(session), json=said("Hi"), headers=KEY) for _ in range(2)]
+            one, other = await asyncio.gather(*posts)
+            assert (one.status_code, other.status_code) == (200, 200)
+            assert one.content == other.content
+            assert len(upstream.requests) == before + 1
+
+
 async def test_a_key_on_another_body_is_refused() -> None:
     async with chatting() as (relay, _):
         session = await open_session(relay.http)

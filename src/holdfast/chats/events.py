@@ -58,7 +58,6 @@ class TurnResponse:
     number: int | None
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
-    is_replay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

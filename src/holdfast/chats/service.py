@@ -120,7 +120,7 @@ class ChatService:
         else:
             turn = await with_bodies(turn, trajectory.session_id, self._runtime.journal)
             body = without(turn.response or b"", turn.facts.cut)
-        yield TurnResponse(body=body, number=turn.number, headers=last.headers if last else {}, is_replay=True)
+        yield TurnResponse(body=body, number=turn.number, headers=last.headers if last else {})
 
     async def fork(self, session_id: str, owner: str, *, label: str = "") -> SessionView:
         """A new session with the same past; the two go their own ways from here."""

@@ -26,7 +26,7 @@ from holdfast.chats.upstream_turn import relay_to
 from holdfast.config import ChatConfig, ServeConfig
 from holdfast.errors import ConfigError, EngineDied, HoldfastError
 from holdfast.metrics import Metrics
-from holdfast.serving.grpc import GrpcDoor, create_server
+from holdfast.serving.grpc import GrpcServer, create_server
 from holdfast.serving.http import Upstream, create_app
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
 from holdfast.sessions.admission import Admission
@@ -75,15 +75,15 @@ async def serve(
     config: ServeConfig,
     metrics: Metrics,
     chat: Chat | None = None,
-    on_ready: Callable[[ServerAddresses], None] = lambda doors: None,
+    on_ready: Callable[[ServerAddresses], None] = lambda addresses: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain: admit nothing new, let running work end, stop."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    async with running(backend, config, metrics, chat) as doors:
-        on_ready(doors)
+    async with running(backend, config, metrics, chat) as addresses:
+        on_ready(addresses)
         await stopping.wait()
         logger.info("draining")
 
@@ -141,7 +141,7 @@ async def _endpoints(
     try:
         await backend.prepare()  # it may learn more about the model, which both endpoints report
         transfers = Transfers(runtime, chats)
-        door = create_server(runtime, transfers, config, keys)
+        grpc_server = create_server(runtime, transfers, config, keys)
         if config.http:
             app = create_app(
                 runtime,
@@ -163,12 +163,12 @@ async def _endpoints(
             ]
             if http:
                 group.create_task(http.server.serve(sockets=[http.socket]))
-            await door.start()
+            await grpc_server.start()
             try:
-                yield ServerAddresses(_shown(config.grpc, door.port), http.address if http else None)
+                yield ServerAddresses(_shown(config.grpc, grpc_server.port), http.address if http else None)
             finally:
                 is_draining = True
-                await _drain(runtime, door, config.drain_s)
+                await _drain(runtime, grpc_server, config.drain_s)
                 if http:
                     http.server.should_exit = True
                 for task in tasks:
@@ -212,11 +212,11 @@ async def _purge(journal: Journal, retain_days: int) -> None:
         await asyncio.sleep(_PURGE_INTERVAL_S)
 
 
-async def _drain(runtime: Runtime, door: GrpcDoor, drain_s: float) -> None:
-    await door.set_serving(False)
+async def _drain(runtime: Runtime, grpc_server: GrpcServer, drain_s: float) -> None:
+    await grpc_server.set_serving(False)
     if not await runtime.drain(drain_s):
         logger.warning("some generations were still running after %g s and are cancelled", drain_s)
-    await door.stop(grace_s=0.5)
+    await grpc_server.stop(grace_s=0.5)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,5 +1,5 @@
 """The gRPC endpoint: sessions of raw tokens."""
 
-from holdfast.serving.grpc.server import GrpcDoor, create_server
+from holdfast.serving.grpc.server import GrpcServer, create_server
 
-__all__ = ["GrpcDoor", "create_server"]
+__all__ = ["GrpcServer", "create_server"]

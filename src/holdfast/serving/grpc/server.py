@@ -27,7 +27,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @dataclass(frozen=True, slots=True)
-class GrpcDoor:
+class GrpcServer:
     """A server that is not started yet, the port it got, and its health."""
 
     server: Any
@@ -46,7 +46,7 @@ class GrpcDoor:
         await self.server.stop(grace_s)
 
 
-def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, keys: Keys | None = None) -> GrpcDoor:
+def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, keys: Keys | None = None) -> GrpcServer:
     """Binds at once; a port that is taken is a ConfigError."""
     options = [
         ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
@@ -64,7 +64,7 @@ def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, k
         raise ConfigError(
             f"cannot listen on {config.grpc}: the address is in use or not available; choose another --grpc"
         ) from exc
-    return GrpcDoor(server, port, servicer)
+    return GrpcServer(server, port, servicer)
 
 
 def _bind(server: Any, config: ServeConfig) -> int:
