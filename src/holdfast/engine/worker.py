@@ -169,8 +169,11 @@ class Worker:
             try:
                 future.set_result(action())
             except Exception as exc:
+                is_fatal = self.engine.is_fatal(exc)
+                if is_fatal:
+                    self._begin_stop()  # before the caller learns of it: whatever it posts next is refused
                 future.set_exception(as_holdfast_error(exc))
-                if self.engine.is_fatal(exc):
+                if is_fatal:
                     raise
 
         self._post(command)
