@@ -272,7 +272,7 @@ def upstream_model_info(
     chat_template_hash: str = "",
     context: int = 1 << 20,
 ) -> ModelInfo:
-    """A model on an upstream: its window is the whole context, so pinned tokens cost nothing."""
+    """A model on an upstream: its window is the whole context, so pinning takes no room from it."""
     return ModelInfo(
         name=name,
         fingerprint=f"upstream:{name}",

@@ -1,7 +1,7 @@
-"""An engine whose logits are a hash of exactly what its last token can see. No model, no torch.
+"""A fake engine, and functions that run any engine without scheduler or worker. No model, no torch.
 
-A cell stores a token as its key and the token's position as its value, so reading a cell that was overwritten, or one
-cell too many, changes the logits completely.
+The fake's logits are a hash of exactly what its last token can see. A cell stores a token as its key and the token's
+position as its value, so reading a cell that was overwritten, or one cell too many, changes the logits completely.
 """
 
 import hashlib
