@@ -126,7 +126,7 @@ def test_a_light_install_is_told_what_to_add_and_can_still_front_another_server(
     assert _finding(report, "native engine")[0] == "warning"
     assert _finding(report, "torch")[0] == "problem"
     for what in ("torch", "parquet", "bench"):
-        assert f"pip install 'holdfast[{what}]'" in _finding(report, what)[1]
+        assert f"pip install -e '{Path(__file__).parents[1]}[{what}]'" in _finding(report, what)[1]
     assert report["windows"]  # how many would fit is known all the same
     status, report = run("--backend", "sglang", "--upstream", "http://127.0.0.1:1")
     assert (status, report["sizes"]) == (0, None)

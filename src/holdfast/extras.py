@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 DISTRIBUTION = "holdfast-llm"
+HOW_TO_BUILD = "install a C++ compiler, then install Holdfast from its checkout again"  # the native engine
 _NEED_SDK = ("bench", "client")
 _ROOT = Path(__file__).parents[2]  # of the checkout, if this is one
 

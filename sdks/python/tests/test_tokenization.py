@@ -77,7 +77,7 @@ def test_another_end_token_is_told(tokenizer: ChatTokenizer) -> None:
 
 def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"holdfast-sdk\[tokenization\]"):
+    with pytest.raises(ImportError, match="pip install transformers jinja2"):
         ChatTokenizer("anywhere")
 
 

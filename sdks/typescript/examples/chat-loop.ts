@@ -6,7 +6,7 @@
  * Ctrl-C stops the turn that is running; twice, or between turns, it ends the conversation.
  */
 import { createInterface } from "node:readline/promises";
-import { Cancelled, Client, HoldfastError } from "@holdfast/runtime";
+import { Cancelled, Client, HoldfastError } from "holdfast-llm-sdk";
 
 const [address = "127.0.0.1:50051", maxTokens = "32"] = process.argv.slice(2);
 

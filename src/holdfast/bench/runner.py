@@ -25,9 +25,10 @@ from rich.table import Table
 from holdfast.bench.gates import Gate
 from holdfast.bench.report import Report, Results, encode, write
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.extras import how_to_install
 
 RESULTS = Path("bench/results")
-HOW_TO_PLOT = "no plot without matplotlib: pip install 'holdfast[bench]'"
+HOW_TO_PLOT = f"no plot without matplotlib; {how_to_install('bench')}"
 _COLOURS = ("#1f6f8b", "#d1495b", "#edae49", "#66a182", "#2e4057", "#8d96a3", "#a05195")
 _SIGNALLED = 128  # exit codes are this and the number of the signal
 
@@ -73,7 +74,7 @@ def require(*modules: str) -> None:
     """Raises ConfigError if one of these optional packages is not installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"this scenario needs {', '.join(missing)}: pip install 'holdfast[bench]'")
+        raise ConfigError(f"this scenario needs {', '.join(missing)}; {how_to_install('bench')}")
 
 
 def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = False) -> int:
@@ -160,7 +161,7 @@ def _save(report: Report, charts: Sequence[Chart], path: Path, output: Output, c
         write(path.with_suffix(".png"), image)
     _show(report, console)
     if not image and report.figures:
-        console.print(f"[yellow]{HOW_TO_PLOT}[/]", markup=True, soft_wrap=True)
+        console.print(HOW_TO_PLOT, style="yellow", markup=False, soft_wrap=True)
     console.print(f"[dim]report: {path} and {path.with_suffix('.html').name}[/]", soft_wrap=True)
     if output.json == "-":
         sys.stdout.buffer.write(content)

@@ -19,6 +19,7 @@ from holdfast.engine.slab import SlabShape
 from holdfast.engine.weights import open_weights
 from holdfast.engine.window import Window
 from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, ModelError
+from holdfast.extras import HOW_TO_BUILD, how_to_install
 from holdfast.models import Architecture, ModelSource, open_model, require_plain_weights
 from holdfast.serving.keys import Keys, check_bind, check_free, read_keys, split_address
 
@@ -66,7 +67,7 @@ def check_native(variants: Sequence[str], device: Device) -> Finding:
     if variants:
         return Finding("native engine", "ok", f"built for {variants[0]}")
     level: Level = "warning" if device == "cpu" else "ok"
-    says = "not built, so the CPU uses torch, several times slower: install a C++ compiler, then reinstall holdfast"
+    says = f"not built, so the CPU uses torch, several times slower: {HOW_TO_BUILD}"
     return Finding("native engine", level, says)
 
 
@@ -76,7 +77,7 @@ def check_torch(torch: Library, device: Device, *, is_needed: bool) -> Finding:
         return Finding("torch", level, f"{torch.version} cannot be imported ({torch.failure}); reinstall it")
     if not torch.version:
         needed = "" if level == "problem" else ", and not needed for these settings"
-        return Finding("torch", level, f"not installed{needed}; to install it: pip install 'holdfast[torch]'")
+        return Finding("torch", level, f"not installed{needed}; {how_to_install('torch')}")
     found = [f"{one.name} with {one.free_bytes / _GB:.1f} of {one.total_bytes / _GB:.1f} GB free" for one in torch.cuda]
     about = f"{torch.version}, {torch.num_threads} threads, {'; '.join(found) or 'no CUDA device'}"
     if device == "cuda" and not torch.cuda:
@@ -88,7 +89,7 @@ def check_mlx(mlx: Library, device: Device, *, is_apple_silicon: bool) -> Findin
     if mlx.failure:
         level: Level = "problem" if device == "mlx" else "warning"
         return Finding("MLX", level, f"{mlx.version} cannot be imported ({mlx.failure}); reinstall it")
-    install = "to install it: pip install 'holdfast[mlx]'"
+    install = how_to_install("mlx")
     if not mlx.version:
         if device == "mlx":
             return Finding("MLX", "problem", f"not installed, but --device mlx needs it; {install}")
@@ -105,7 +106,7 @@ def check_mlx(mlx: Library, device: Device, *, is_apple_silicon: bool) -> Findin
 def check_extra(extra: str, adds: str, *, is_installed: bool) -> Finding:
     if is_installed:
         return Finding(extra, "ok", f"{adds}: installed")
-    return Finding(extra, "warning", f"{adds}: not installed; to install it: pip install 'holdfast[{extra}]'")
+    return Finding(extra, "warning", f"{adds}: not installed; {how_to_install(extra)}")
 
 
 def check_memory(memory: Memory) -> Finding:

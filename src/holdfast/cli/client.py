@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.extras import how_to_install
 from holdfast.serving.keys import is_loopback
 
 if TYPE_CHECKING:
@@ -96,10 +97,7 @@ def _sdk() -> Any:
     try:
         import holdfast_sdk
     except ImportError as exc:
-        raise ConfigError(
-            "this command needs the Python SDK: pip install 'holdfast[client]', "
-            "or from a checkout: pip install ./sdks/python"
-        ) from exc
+        raise ConfigError(f"this command needs the Python SDK; {how_to_install('client')}") from exc
     return holdfast_sdk
 
 

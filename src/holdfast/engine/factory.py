@@ -13,6 +13,7 @@ from holdfast.engine.speculation import DraftModel, NGram, Proposer, Speculator
 from holdfast.engine.window import Window
 from holdfast.engine.worker import OnStep, Worker, ignore_step
 from holdfast.errors import ConfigError
+from holdfast.extras import HOW_TO_BUILD, how_to_install
 from holdfast.models import Architecture, ModelSource, open_model
 
 
@@ -64,9 +65,7 @@ def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
             num_threads=config.threads,
         )
     if setting := _special_setting(dtype, config):
-        raise ConfigError(
-            f"on this CPU {setting} needs the native engine; install a C++ compiler and reinstall holdfast"
-        )
+        raise ConfigError(f"on this CPU {setting} needs the native engine; {HOW_TO_BUILD}")
     return _on_torch(source, config, shape, dtype=dtype, device="cpu")
 
 
@@ -88,8 +87,8 @@ def _on_torch(source: ModelSource, config: EngineConfig, shape: SlabShape, *, dt
     try:
         from holdfast.engine.torch import load_engine
     except ImportError as exc:
-        hint = ", or on a Mac 'holdfast[mlx]'" if _is_apple_silicon() else ""
-        raise ConfigError(f"this engine needs torch: pip install 'holdfast[torch]'{hint}") from exc
+        hint = "; on a Mac, --device mlx needs no torch" if _is_apple_silicon() else ""
+        raise ConfigError(f"this engine needs torch; {how_to_install('torch')}{hint}") from exc
     return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=dtype, device=device)
 
 
@@ -99,7 +98,7 @@ def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
     try:
         from holdfast.engine.mlx import load_engine
     except ImportError as exc:
-        raise ConfigError("device mlx needs MLX: pip install 'holdfast[mlx]'") from exc
+        raise ConfigError(f"device mlx needs MLX; {how_to_install('mlx')}") from exc
     dtype = resolved_dtype(config.dtype, source.architecture, "mlx")
     return load_engine(source, num_slabs=config.sessions, shape=shape, dtype=dtype)
 

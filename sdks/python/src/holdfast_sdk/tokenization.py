@@ -1,4 +1,4 @@
-"""Chat messages to token ids and back, with the model's own tokenizer. Optional: `holdfast-sdk[tokenization]`.
+"""Chat messages to token ids and back, with the model's own tokenizer. Optional: the extra `tokenization`.
 
 The server takes token ids only; whoever renders text must use the tokenizer that the model was trained with.
 """
@@ -19,8 +19,7 @@ class ChatTokenizer:
             from transformers import AutoTokenizer
         except ImportError as exc:
             raise ImportError(
-                "ChatTokenizer needs transformers, which is not installed; "
-                "run: pip install 'holdfast-sdk[tokenization]'"
+                "ChatTokenizer needs transformers, which is not installed; run: pip install transformers jinja2"
             ) from exc
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path_or_name)
 

@@ -253,5 +253,5 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as exc:
-        raise Unimplemented("Parquet needs pyarrow: pip install 'holdfast[parquet]'") from exc
+        raise Unimplemented("Parquet needs pyarrow on the server: install the extra `parquet` there") from exc
     return pyarrow, pyarrow.parquet

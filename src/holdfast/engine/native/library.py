@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.engine.native.build import library_path, variants
 from holdfast.errors import ConfigError
+from holdfast.extras import HOW_TO_BUILD
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 CHOICE = "HOLDFAST_NATIVE"  # environment variable that names one build; "off": none
@@ -118,7 +119,7 @@ def library(variant: str | None = None) -> ctypes.CDLL:
     if wanted and wanted not in usable:
         raise ConfigError(f"there is no native build {wanted!r} on this machine; usable: {', '.join(usable) or 'none'}")
     if not usable:
-        raise ConfigError("the native engine is not built; install a C++ compiler and reinstall holdfast")
+        raise ConfigError(f"the native engine is not built; {HOW_TO_BUILD}")
     found = ctypes.CDLL(str(library_path(wanted or usable[0])))
     found.holdfast_decoder.argtypes = (POINTER(ModelStruct), POINTER(SlabsStruct), c_int32, c_int32)
     found.holdfast_decoder.restype = c_void_p
