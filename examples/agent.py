@@ -1,7 +1,7 @@
 """A terminal agent with tools on one session: the history stays on the server, only new tokens are computed.
 
-holdfast serve --data-dir sessions      # in one terminal
-python examples/agent.py                # in another; ask "What is 12 * 30?" or "Which files are here?"
+.venv/bin/holdfast serve --data-dir sessions      # in one terminal
+.venv/bin/python examples/agent.py                # in another; ask "What is 12 * 30?" or "Which files are here?"
 
 `--session ID` continues an earlier conversation. A small model seldom calls tools on its own, so the first reply to a
 question must be a call (`--tool-choice required`) and the second one must be text. With a larger model, use auto.

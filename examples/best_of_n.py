@@ -1,7 +1,7 @@
 """n answers to one prompt by forking a session: the prompt is computed once, the best answer is kept.
 
-holdfast serve                          # in one terminal
-python examples/best_of_n.py            # in another; --help lists the options
+.venv/bin/holdfast serve                          # in one terminal
+.venv/bin/python examples/best_of_n.py            # in another; --help lists the options
 
 A fork copies the cache, so a branch computes only what it samples. The branches are separate sessions that run at the
 same time, batched in the engine's steps. The score is the mean logprob; put your own into `score`.

@@ -1,8 +1,8 @@
 """LangChain on a session: only the base URL changes.
 
-pip install langchain-openai httpx      # about 110 MB with dependencies
-holdfast serve                          # in one terminal
-python examples/langchain_session.py    # in another; takes the server's URL as its argument
+.venv/bin/pip install langchain-openai httpx      # about 110 MB with dependencies
+.venv/bin/holdfast serve                          # in one terminal
+.venv/bin/python examples/langchain_session.py    # in another; takes the server's URL as its argument
 
 LangChain sends the whole conversation with every call, as always. The session compares it with what is on record and
 computes only what is new.

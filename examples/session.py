@@ -1,7 +1,7 @@
 """Two turns on one session: the second one computes only its own tokens.
 
-holdfast serve                          # in one terminal
-python examples/session.py              # in another; takes HOST:PORT as its argument
+.venv/bin/holdfast serve                          # in one terminal
+.venv/bin/python examples/session.py              # in another; takes HOST:PORT as its argument
 """
 
 import sys

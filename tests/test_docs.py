@@ -1,7 +1,10 @@
 """What the documents say works: blocks are run, links followed, tables compared with the code."""
 
+import argparse
 import dataclasses
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.cli import main
 from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig
 from tests.documents import ROOT, Block, Reader, blocks_of, documents, flaw_of, links_of, missing_in, reading
 
@@ -71,7 +75,7 @@ def test_the_two_commands_of_the_readme_exist() -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/sessions.md", "docs/grpc.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/sessions.md", "docs/grpc.md", "docs/openai.md"])
 def test_python_in_the_documents_runs(reader: Reader, name: str) -> None:
     blocks = blocks_of(ROOT / name, "python")
     assert blocks
@@ -87,6 +91,52 @@ def test_the_examples_of_the_readme_have_15_lines_at_most() -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     flaws = {link: flaw for link in links_of(path) if (flaw := flaw_of(path, link))}
     assert not flaws
+
+
+def _missing_citations(path: Path) -> set[str]:
+    """Files of this repository that a decision names, and that do not exist; decisions by their number."""
+    text = path.read_text(encoding="utf-8")
+    cited = set(re.findall(r"[\w./-]*\w\.(?:md|py|cpp|h|sh|ts|toml|txt|json|proto|yaml)\b", text))
+    known = [str(file.relative_to(ROOT)) for folder in ("src", "tests", "tools", "docs", "sdks", "proto", "examples")
+             for file in (ROOT / folder).rglob("*")] + [file.name for file in ROOT.iterdir()]  # fmt: skip
+    missing = {name for name in cited if not any(f"/{file}".endswith(f"/{name.lstrip('./')}") for file in known)}
+    numbers = re.findall(r"[Dd]ecision (\d+)", text)
+    return missing | {number for number in numbers if not list((ROOT / "docs/decisions").glob(f"{int(number):04}-*"))}
+
+
+def test_decisions_cite_only_what_exists(tmp_path: Path) -> None:
+    page = tmp_path / "0099-page.md"
+    page.write_text("See docs/no-such.md, `engine/weights.py`, `Slab.can_rewind`, decision 3 and decision 99.\n")
+    assert _missing_citations(page) == {"docs/no-such.md", "99"}
+    pages = sorted((ROOT / "docs/decisions").glob("*.md"))
+    assert {path.name: missing for path in pages if (missing := _missing_citations(path))} == {}
+
+
+def _commands(path: Path) -> list[str]:
+    """What a document tells its reader to type after `holdfast`: in blocks, and in sentences where a flag is given."""
+    text = path.read_text(encoding="utf-8")
+    typed = re.findall(r"^(?:[\w./]+/)?holdfast +(\w[^\n\[]*)$", text, re.MULTILINE)
+    inline = re.findall(r"`(?:[\w./]+/)?holdfast +(\w[^`\n]*? --[a-z][^`\n|\[]*)`", text)
+    return [line for line in typed + inline if "..." not in line and not re.search(r" --[a-z-]+$", line)]
+
+
+def test_every_command_in_the_documents_is_one_that_holdfast_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parsed(self: argparse.ArgumentParser, *given: Any) -> argparse.Namespace:
+        arguments = parse(self, *given)
+        arguments.run = lambda _: 0
+        return arguments
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parsed)
+    pages = [path for path in documents() if path.is_relative_to(ROOT / "docs") or path.parent == ROOT]
+    commands = [(path, line) for path in pages if path.name != "CHANGELOG.md" for line in _commands(path)]
+    assert len(commands) > 15
+    for path, line in commands:
+        try:
+            assert main(shlex.split(os.path.expandvars(line), comments=True)) == 0
+        except SystemExit:
+            pytest.fail(f"{path.relative_to(ROOT)}: holdfast {line}")
 
 
 def test_every_document_is_in_the_index() -> None:

@@ -37,9 +37,9 @@ _FLAGS: dict[type[Any], tuple[str, ...]] = {  # those that decide whether a serv
     UpstreamConfig: ("upstream",),
 }
 _EXTRAS = (
-    ("client", "holdfast_sdk", "`holdfast sessions` and `holdfast chat --server`"),
-    ("parquet", "pyarrow", "samples as Parquet files"),
-    ("bench", "matplotlib", "plots of `holdfast bench`"),
+    ("client", ("holdfast_sdk",), "`holdfast sessions` and `holdfast chat --server`"),
+    ("parquet", ("pyarrow",), "samples as Parquet files"),
+    ("bench", ("holdfast_sdk", "matplotlib", "openai", "psutil"), "`holdfast bench`"),
 )
 _MARKS: dict[Level, str] = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
 _MB = 1_000_000
@@ -99,15 +99,16 @@ def diagnose(
     data = machine.find_data(Path(server.data_dir).expanduser()) if server.data_dir else None
     model, model_findings = checks.check_model(name, chat if server.http else None, device)
     dtype = resolved_dtype(engine.dtype, model.architecture, device) if model else engine.dtype
-    has_native = model is not None and device == "cpu" and is_native(model.architecture, dtype)
+    variants = usable_variants()
+    has_native = device == "cpu" and (is_native(model.architecture, dtype) if model else bool(variants))
     findings = [
         Finding("Python", "ok", platform.python_version()),
-        checks.check_native(usable_variants(), device),
+        checks.check_native(variants, device),
         checks.check_torch(torch, device, is_needed=not has_native),
         checks.check_mlx(mlx, device, is_apple_silicon=is_mac),
         *(
-            checks.check_extra(extra, adds, is_installed=machine.is_installed(module))
-            for extra, module, adds in _EXTRAS
+            checks.check_extra(extra, adds, is_installed=all(map(machine.is_installed, modules)))
+            for extra, modules, adds in _EXTRAS
         ),
         checks.check_memory(memory),
         *checks.check_server(server, upstream),
@@ -141,13 +142,9 @@ def diagnose(
 
 def _show(diagnosis: Diagnosis) -> None:
     console = Console(highlight=False)
-    table = Table(show_header=False, box=None)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in diagnosis.findings:
-        table.add_row(_MARKS[finding.level], finding.what, escape(finding.says))
-    console.print(table)
+    for finding in diagnosis.findings:  # one line each, however long: commands in it can be copied
+        mark = f"{_MARKS[finding.level]}{' ' * (8 - len(finding.level))}"
+        console.print(f"{mark} {finding.what:<15} {escape(finding.says)}", soft_wrap=True)
     if diagnosis.windows:
         fitting = f"sessions that fit ({diagnosis.device})"
         windows = Table("--recent", "MB per session", fitting, box=None, padding=(0, 2))
