@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -80,6 +82,25 @@ def test_python_in_the_documents_runs(reader: Reader, name: str) -> None:
     blocks = blocks_of(ROOT / name, "python")
     assert blocks
     _follow(reader, blocks)
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/quickstart.md", "docs/sessions.md", "docs/grpc.md", "docs/openai.md"]
+)
+def test_a_reader_learns_which_python_has_the_packages_before_the_first_block(name: str) -> None:
+    assert ".venv/bin/python" in (ROOT / name).read_text(encoding="utf-8").partition("```python")[0]
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_figures_beside_it() -> None:
+    picture = ROOT / "docs/images/turn-latency.svg"
+    spec = importlib.util.spec_from_file_location("plot_turns", ROOT / "tools/plot_turns.py")
+    assert spec
+    assert spec.loader
+    plot_turns = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot_turns)
+    kept = json.loads(picture.with_suffix(".json").read_text(encoding="utf-8"))
+    assert plot_turns.svg(kept) == picture.read_text(encoding="utf-8")
+    assert f"({picture.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_examples_of_the_readme_have_15_lines_at_most() -> None:
