@@ -77,6 +77,7 @@ try "serve, and chat with curl" works serve_and_ask
 try "sessions without the SDK" says venv/bin/holdfast sessions list
 try "bench without its extra" says venv/bin/holdfast bench long-session --quick
 try "torch is asked for" says venv/bin/holdfast serve --grpc "$grpc" --http "$http" --device cuda
+try "serve without the native engine" says env HOLDFAST_NATIVE=off venv/bin/holdfast serve --grpc "$grpc" --http "$http"
 try "install the extra bench" works venv/bin/pip install "./$server[bench]" "./$sdk"
 WITH_SDK=1 try "serve with the SDK" works serve_and_ask
 try "bench long-session --quick" works venv/bin/holdfast bench long-session --quick
