@@ -39,6 +39,7 @@ from holdfast.engine.factory import build_engine
 from holdfast.engine.native import NativeEngine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine
+from holdfast.extras import how_to_install
 from holdfast.models import GGUFSource
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests import tiny
@@ -97,6 +98,25 @@ def test_a_person_gets_lines_and_a_table() -> None:
     assert "sessions that fit (cpu)" in done.stdout
     assert "1,000" in done.stdout
     assert "holdfast serve would start" in done.stdout
+
+
+@needs_native
+def test_a_missing_model_is_no_reason_to_ask_for_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "find_torch", lambda: NONE)
+    status, report = _doctor(capsys, "no-such-model")
+    assert (status, _finding(report, "model")[0], _finding(report, "torch")[0]) == (1, "problem", "ok")
+
+
+def test_a_command_that_doctor_gives_can_be_copied(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(machine, "is_installed", lambda module: module != "pyarrow")
+    main(["doctor", *FREE, "no-such-model"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " parquet " in line]
+    assert line.endswith(f"; {how_to_install('parquet')}")
 
 
 @needs_native
