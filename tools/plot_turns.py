@@ -1,6 +1,6 @@
 """Draws the picture of the README: the latency of a turn over the turns of one session, beside a stateless client.
 
-.venv/bin/holdfast bench long-session --turns 100 --control-share 0.5
+.venv/bin/holdfast bench long-session --turns 150 --duration-s 280 --control-share 0.65
 .venv/bin/python tools/plot_turns.py bench/results/long-session-DATE.json    # writes docs/images/turn-latency.*
 .venv/bin/python tools/plot_turns.py docs/images/turn-latency.json           # draws the kept figures again
 """
@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 IMAGES = Path(__file__).parents[1] / "docs/images"
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 340, 64, 150, 56, 52
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 740, 340, 70, 160, 56, 52  # on a white card, for dark pages too
 _STYLE = """
+.card { fill: #ffffff; stroke: #d0d7de }
 text { font: 14px system-ui, sans-serif; fill: #24292f }
 .title { font-size: 17px; font-weight: 600 }
 .small { font-size: 12px; fill: #57606a }
 .grid { stroke: #d0d7de; stroke-width: 1 }
 .ours { stroke: #0a7d4b; fill: #0a7d4b } .stateless { stroke: #c4432b; fill: #c4432b }
 polyline { fill: none !important; stroke-width: 3; stroke-linejoin: round }
-text.ours, text.stateless { stroke: none; font-weight: 600 }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .small { fill: #9198a1 } .grid { stroke: #3d444d }
-  .ours { stroke: #3fb950; fill: #3fb950 } .stateless { stroke: #ff7b72; fill: #ff7b72 }
-}"""
+text.ours, text.stateless { stroke: none; font-weight: 600 }"""
 
 
 def points(report: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +43,7 @@ def svg(drawn: dict[str, Any]) -> str:
     session, stateless = drawn["points"]["session"], drawn["points"]["stateless"]
     last, top = session[-1][0], max(seconds for _, seconds in stateless)
     step = next(size for size in (1, 2, 5, 10, 20, 50, 100) if top / size <= 6)
+    stride = next(size for size in (5, 10, 20, 50, 100, 200) if last / size <= 8)
 
     def x(turn: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * turn / last
@@ -70,7 +68,7 @@ def svg(drawn: dict[str, Any]) -> str:
     )
     ticks = "".join(
         f'<text class="small" x="{x(turn):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{turn}</text>'
-        for turn in range(last // 5, last + 1, last // 5)
+        for turn in range(stride, last + 1, stride)
     )
     typical = sorted(seconds for _, seconds in session)[len(session) // 2]
     dots = "".join(f'<circle class="stateless" cx="{x(t):.1f}" cy="{y(s):.1f}" r="3"/>' for t, s in stateless)
@@ -78,6 +76,7 @@ def svg(drawn: dict[str, Any]) -> str:
 <title>Seconds until a turn is complete, over {last} turns: a session stays flat, a stateless client rises</title>
 <style>{_STYLE}
 </style>
+<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>
 <text class="title" x="{LEFT - 48}" y="26">Seconds per turn, as the conversation grows</text>
 {grid}{ticks}
 <text class="small" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">turn</text>
