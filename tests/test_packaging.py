@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,12 @@ def test_a_hint_names_the_place_that_this_installation_came_from(
                 "sdk" in line or "client" in line for line in SERVER["optional-dependencies"][extra]
             )
         assert (str(folder) in command) == (origin in ("checkout", "wheel"))
+
+
+def test_a_hint_in_an_environment_without_pip_names_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    command = extras.how_to_install("torch").partition(": ")[2]
+    assert command.startswith(f"uv pip install --python {sys.executable} ")
 
 
 def test_an_installation_knows_the_file_that_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """How to install an optional part of Holdfast: our packages are on no package index, so the command names files."""
 
+import importlib.util
 import json
 import shlex
 import sys
@@ -25,7 +26,9 @@ def how_to_install(extra: str) -> str:
     else:
         packages = [f"-e {shlex.quote(f'{origin}[{extra}]')}", f"-e {shlex.quote(f'{origin}/sdks/python')}"]
     needed = packages if extra in _NEED_SDK else packages[:1]
-    return f"to install it, run: {shlex.quote(sys.executable)} -m pip install {' '.join(needed)}"
+    python = shlex.quote(sys.executable)
+    install = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+    return f"to install it, run: {install} {' '.join(needed)}"
 
 
 def _origin() -> Path | None:
