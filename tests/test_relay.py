@@ -60,12 +60,12 @@ def chats_of(upstream: FakeSGLang) -> list[dict[str, Any]]:
 async def test_the_upstream_gets_our_ids_and_the_client_its_bytes() -> None:
     async with chatting() as (relay, upstream):
         session = await open_session(relay.http)
-        first = await relay.http.post(chat_path(session), json=said("Hi", colour="red"))
+        first = await relay.http.post(chat_path(session), json=said("Hi", min_p=0.25))
         assert first.status_code == 200
         sent = chats_of(upstream)[0]
         prompt = default_chat().model.continuation.first([{"role": "user", "content": "Hi"}]).ids
         assert sent["input_ids"] == prompt
-        assert sent["colour"] == "red"  # not ours to judge
+        assert sent["min_p"] == 0.25  # not ours to judge
         assert "stream" not in sent
         (record,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]
         assert record["response"] == first.json()

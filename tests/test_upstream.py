@@ -30,7 +30,7 @@ from holdfast.serving.http.error_response import response_for
 from holdfast.sessions.ports import LogprobKind, UpstreamReply
 from holdfast.sessions.runtime import Runtime
 from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
-from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault
+from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault, flat_rows
 from tests.upstream_cases import MESSAGES, greedy, sglang, vllm
 
 PROMPT = [5, 9, 33, 7]
@@ -100,13 +100,13 @@ def said(reply: UpstreamReply) -> Any:
 
 @pytest.mark.parametrize(("replay", "start"), [("full", 0), ("additional", 3)])
 async def test_routing_replay_asks_for_experts_and_cuts_them_from_the_clients_copy(replay: str, start: int) -> None:
-    fake = FakeSGLang(routed_experts="QUJD" * 1000)
+    fake = FakeSGLang(routed_experts=lambda num_rows: flat_rows(num_rows, 1000))
     async with sglang(fake, routing_replay=replay) as (backend, _):
         body = {"messages": MESSAGES, "max_tokens": 4}
-        reply = await backend.complete(body, PROMPT, session_id="s", routed_from=3)
+        reply = await backend.complete(body, PROMPT, session_id="s", known={"routed_experts": 3})
         assert fake.chats()[0].json["routed_experts_start_len"] == start
         assert reply.completion is not None
-        assert said(reply) == "QUJD" * 1000
+        assert said(reply) == flat_rows(len(PROMPT) + reply.completion.completion_tokens - 1 - start, 1000)
         assert b"routed_experts" in reply.received
         assert b"routed_experts" not in reply.body
         expected = json.loads(reply.received)
@@ -115,11 +115,11 @@ async def test_routing_replay_asks_for_experts_and_cuts_them_from_the_clients_co
 
 
 async def test_payloads_stay_where_they_are_kept_or_the_client_asked_itself() -> None:
-    fake = FakeSGLang(routed_experts=[[1, 2], [3, 4]])
+    fake = FakeSGLang(routed_experts=lambda num_rows: [[1, 2]] * num_rows)
     async with sglang(fake, routing_replay="full", keep_training_payloads=True) as (backend, _):
         reply = await chat(backend)
         assert reply.body is reply.received
-        assert said(reply) == [[1, 2], [3, 4]]
+        assert said(reply) == [[1, 2]] * (len(PROMPT) + reply.completion.completion_tokens - 1)
     async with sglang(FakeSGLang(routed_experts="AAAA")) as (backend, _):
         reply = await chat(backend, return_routed_experts=True)
         assert b"AAAA" in reply.body
@@ -127,9 +127,9 @@ async def test_payloads_stay_where_they_are_kept_or_the_client_asked_itself() ->
 
 
 async def test_vllms_routed_experts_are_recorded_and_cut() -> None:
-    async with vllm(FakeVLLM(routed_experts="AAAA"), routing_replay="full") as (backend, _):
+    async with vllm(FakeVLLM(routed_experts=flat_rows), routing_replay="full") as (backend, _):
         reply = await chat(backend)
-        assert said(reply) == "AAAA"
+        assert said(reply) == flat_rows(len(PROMPT) + reply.completion.completion_tokens - 1)
         assert b"AAAA" not in reply.body
 
 
@@ -326,7 +326,7 @@ async def test_what_json_cannot_say_is_never_sent(pair: Pair) -> None:
     backend, fake = pair
     for value in (object(), {(1, 2): 3}, "\ud800"):
         with pytest.raises(InvalidArgument, match="as JSON"):
-            await chat(backend, user=value)
+            await chat(backend, stop=value)
     assert not fake.requests
 
 

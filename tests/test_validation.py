@@ -1,9 +1,10 @@
 """A reply is recorded only if it is exactly right; whatever else comes is refused, and nothing else is raised."""
 
+import base64
 import copy
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.backends.sglang import SGLangReader
-from holdfast.backends.validation import MAX_DEPTH, CheckedReply, check_sglang, check_vllm
+from holdfast.backends.validation import MAX_DEPTH, Asked, CheckedReply, check_sglang, check_vllm
 from holdfast.backends.vllm import VLLMReader
 from holdfast.errors import UpstreamAborted, UpstreamError, UpstreamInvalid
 from holdfast.sessions.record import place_of, without
@@ -65,14 +66,18 @@ CONTENT: Path = (*CHOICE, "logprobs", "content")
 DELETE = object()
 
 
-def sglang(reply: Any, **options: Any) -> CheckedReply:
-    body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-    return check_sglang(body, vocab_size=VOCABULARY, **options)
+def asked_for(payloads: Iterable[str] = (), **options: Any) -> Asked:
+    return Asked(input_ids=PROMPT, vocab_size=VOCABULARY, payloads=dict.fromkeys(payloads, 0), **options)
 
 
-def vllm(reply: Any, **options: Any) -> CheckedReply:
+def sglang(reply: Any, asked: Iterable[str] = (), **options: Any) -> CheckedReply:
     body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-    return check_vllm(body, input_ids=PROMPT, vocab_size=VOCABULARY, **options)
+    return check_sglang(body, asked_for(asked, **options))
+
+
+def vllm(reply: Any, asked: Iterable[str] = (), **options: Any) -> CheckedReply:
+    body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+    return check_vllm(body, asked_for(asked, **options))
 
 
 def changed(reply: Json, path: Path, value: Any) -> Json:
@@ -236,6 +241,8 @@ class TestBothFormats:
 
 
 PAYLOAD_NAMES = ("routed_experts", "indexer_topk")
+THREE_ROWS = base64.b64encode(bytes(3 * 4))  # one int32 each
+FOUR_ROWS = base64.b64encode(bytes(4 * 4)).decode()
 
 
 def said(body: bytes, place: Any) -> Any:
@@ -246,15 +253,15 @@ def said(body: bytes, place: Any) -> Any:
 def test_only_the_payloads_that_we_asked_for_are_cut_and_every_other_byte_stays() -> None:
     before = b'{ "choices":[{"message":{"role":"assistant","content":"\\"routed_experts\\": 1 \xc3\xa9",'
     before += b'"routed_experts":"AA=="},'
-    rest = b'"finish_reason":"stop","meta_info":{"completion_tokens":0 ,"output_token_logprobs":[]'
-    payload = b'\n, "routed_experts" :\t"AA=="'
+    rest = b'"finish_reason":"stop","meta_info":{"completion_tokens":1 ,"output_token_logprobs":[[-1, 5]]'
+    payload = b'\n, "routed_experts" :\t"' + THREE_ROWS + b'"'
     after = b' , "x": 1.50 }}], "sglext": {'
-    extension = b'"routed_experts":"AA==" ,'
+    extension = b'"routed_experts":"' + THREE_ROWS + b'" ,'
     end = b' "cached":null}, "big": 1e5}\n'
     body = before + rest + payload + after + extension + end
     checked = sglang(body, asked={"routed_experts"})
     assert checked.body == before + rest + b"\n" + after + end
-    assert said(body, checked.completion.routed_experts) == "AA=="
+    assert said(body, checked.completion.routed_experts) == THREE_ROWS.decode()
     assert without(body, checked.completion.cut) == checked.body
     kept = sglang(body, asked={"routed_experts"}, keep_payloads=True)
     assert (kept.body is body, kept.completion.cut) == (True, ())
@@ -272,22 +279,22 @@ def test_a_value_that_is_no_view_into_the_body_has_no_place_in_it() -> None:
 
 
 def test_a_payload_may_be_a_list() -> None:
-    body = json.dumps(changed(SGLANG, (*META, "indexer_topk"), [[1, 2], [3]])).encode()
-    checked = sglang(body, asked=PAYLOAD_NAMES)
-    assert said(body, checked.completion.indexer_topk) == [[1, 2], [3]]
+    body = json.dumps(changed(SGLANG, (*META, "indexer_topk"), [[1, 2]] * 4)).encode()
+    checked = sglang(body, asked=["indexer_topk"])
+    assert said(body, checked.completion.indexer_topk) == [[1, 2]] * 4
     assert checked.body == json.dumps(SGLANG).encode()
 
 
 @pytest.mark.parametrize("payload", [1, True, {}, 1.5])
 def test_a_payload_that_is_neither_text_nor_list_is_refused(payload: Any) -> None:
     with pytest.raises(UpstreamInvalid, match="must be a string or a list"):
-        sglang(changed(SGLANG, (*META, "routed_experts"), payload), asked=PAYLOAD_NAMES)
+        sglang(changed(SGLANG, (*META, "routed_experts"), payload), asked=["routed_experts"])
 
 
 def test_vllms_routed_experts_are_cut_too() -> None:
-    body = json.dumps(changed(VLLM, (*CHOICE, "routed_experts"), "AAAA")).encode()
-    checked = vllm(body, asked=PAYLOAD_NAMES)
-    assert said(body, checked.completion.routed_experts) == "AAAA"
+    body = json.dumps(changed(VLLM, (*CHOICE, "routed_experts"), FOUR_ROWS)).encode()
+    checked = vllm(body, asked=["routed_experts"])
+    assert said(body, checked.completion.routed_experts) == FOUR_ROWS
     assert checked.body == json.dumps(VLLM).encode()
 
 
@@ -298,7 +305,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
-payloads = st.none() | texts | st.lists(st.lists(st.integers(0, 300), max_size=3), max_size=3)
+payloads = st.just("AAAA" * 4) | st.integers(1, 3).map(lambda width: [list(range(width))] * 3)
 
 
 @st.composite
@@ -312,7 +319,7 @@ def spelled(draw: st.DrawFn, members: list[tuple[str, str]]) -> str:
 @given(st.data())
 @settings(max_examples=examples(100))
 def test_cutting_equals_parsing_without_the_members(data: st.DataObject) -> None:
-    meta = [("completion_tokens", "0"), ("output_token_logprobs", "[]")]
+    meta = [("completion_tokens", "1"), ("output_token_logprobs", "[[-1,5]]")]
     wanted = {name: data.draw(payloads) for name in data.draw(st.sets(st.sampled_from(PAYLOAD_NAMES)))}
     extra = [(name, json.dumps(value, ensure_ascii=data.draw(st.booleans()))) for name, value in wanted.items()]
     members = data.draw(st.permutations(meta + extra))
@@ -323,10 +330,10 @@ def test_cutting_equals_parsing_without_the_members(data: st.DataObject) -> None
     top += [("sglext", data.draw(spelled(sglext)))]
     body = data.draw(spelled(data.draw(st.permutations(top)))).encode()
 
-    checked = check_sglang(body, vocab_size=VOCABULARY, asked=PAYLOAD_NAMES)
+    checked = sglang(body, asked=wanted)
     expected = json.loads(body)
     for place in (expected["choices"][0]["meta_info"], expected["sglext"]):
-        for name in PAYLOAD_NAMES:
+        for name in wanted:
             place.pop(name, None)
     assert json.loads(checked.body) == expected
     assert without(body, checked.completion.cut) == checked.body
@@ -412,7 +419,7 @@ COMPLETION = {
 
 def reader(kind: str) -> Any:
     if kind == "sglang":
-        return SGLangReader(vocab_size=VOCABULARY, num_prompt=3, num_top=2)
+        return SGLangReader(vocab_size=VOCABULARY, prompt=PROMPT, num_top=2)
     return VLLMReader(vocab_size=VOCABULARY, prompt=PROMPT, num_top=2, has_generate=kind == "generate")
 
 
