@@ -1,9 +1,11 @@
 """Upstream backends against fakes on real sockets: what goes out, what comes back, and everything that can fail."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -352,6 +354,8 @@ async def test_a_full_backend_opens_no_more() -> None:
         {"upstream": "ftp://x"},
         {"upstream": "http://x", "upstream_extra": "[]"},
         {"upstream": "http://x", "upstream_extra": "{"},
+        {"upstream": "http://x", "forward_fields": "a b"},
+        {"upstream": "http://x", "forward_fields": "input_ids"},
     ],
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
@@ -445,7 +449,7 @@ async def test_a_caller_who_leaves_closes_the_upstream_stream(pair: Pair) -> Non
     fake.delay_s = 0.002
     runtime = Runtime(backend)
     session = await runtime.create("owner", tokens=PROMPT)
-    task = asyncio.ensure_future(collected(runtime, session.session_id, max_tokens=1000))
+    task = asyncio.ensure_future(collected(runtime, session.session_id, max_tokens=300))
     while runtime.info(session.session_id, "owner").history_length < len(PROMPT) + 5:
         await asyncio.sleep(0.001)
     task.cancel()
@@ -454,7 +458,7 @@ async def test_a_caller_who_leaves_closes_the_upstream_stream(pair: Pair) -> Non
     await idle(fake)
     info = runtime.info(session.session_id, "owner")
     assert not info.is_busy
-    assert 5 <= info.sampled[1] < 1000
+    assert 5 <= info.sampled[1] < 300
 
 
 async def test_an_event_beyond_the_limit_is_refused() -> None:
@@ -465,6 +469,124 @@ async def test_an_event_beyond_the_limit_is_refused() -> None:
         with pytest.raises(UpstreamInvalid, match="max_upstream_mb"):
             await stream.__aenter__()
         assert backend.view(handle).history_length == 0
+
+
+@pytest.mark.parametrize("num_sampled", [17, 500])
+async def test_an_upstream_that_ignores_max_tokens_is_cut_off(pair: Pair, num_sampled: int) -> None:
+    backend, fake = pair
+    fake.model.scripted.append([5] * num_sampled)
+    runtime = Runtime(backend)
+    session = await runtime.create("owner", tokens=PROMPT)
+    with pytest.raises(UpstreamInvalid, match="at most 16 were requested"):
+        await collected(runtime, session.session_id, max_tokens=16)
+    info = runtime.info(session.session_id, "owner")
+    assert (info.sampled[1], info.history_length) == (16, len(PROMPT) + 16)
+    await idle(fake)
+    assert len(await collected(runtime, session.session_id)) == 9
+
+
+async def test_a_chat_that_ignores_max_tokens_is_refused(pair: Pair) -> None:
+    backend, fake = pair
+    for fields in ({"max_tokens": 4}, {"max_tokens": None, "max_completion_tokens": 4}):
+        fake.model.scripted.append([5] * 5)
+        with pytest.raises(UpstreamInvalid, match="at most 4 were requested"):
+            await chat(backend, **fields)
+
+
+def finished_early(event: dict[str, Any]) -> None:
+    if "meta_info" in event:
+        event["meta_info"]["finish_reason"] = {"type": "stop"}
+    for choice in event.get("choices", []):
+        choice["finish_reason"] = "stop"
+
+
+def without_tokens(event: dict[str, Any]) -> None:
+    finished_early(event)
+    if "meta_info" in event:
+        event["meta_info"] |= {"completion_tokens": 0, "output_token_logprobs": []}
+    for choice in event.get("choices", []):
+        choice |= {"token_ids": [], "logprobs": None}
+
+
+@pytest.mark.parametrize("edit", [finished_early, without_tokens])
+async def test_tokens_after_the_end_or_none_before_it_are_refused(pair: Pair, edit: Any) -> None:
+    backend, fake = pair
+    fake.faults.append(Fault(edit=edit))
+    runtime = Runtime(backend)
+    session = await runtime.create("owner", tokens=PROMPT)
+    with pytest.raises(UpstreamInvalid, match="tokens"):
+        await collected(runtime, session.session_id)
+    assert runtime.info(session.session_id, "owner").sampled[1] == (edit is finished_early)
+
+
+async def test_a_stream_that_never_ends_its_line_ends_at_the_size_limit() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: ")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x" * (1 << 16))
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        backend = SGLangBackend(
+            UpstreamConfig(upstream=url, max_upstream_mb=48, upstream_timeout_s=10),
+            upstream_model_info(name="m", vocab_size=64),
+        )
+        stream = backend.generate(await backend.open(sink=0), greedy(), PROMPT)
+        with pytest.raises(UpstreamInvalid, match="max_upstream_mb"):
+            await stream.__aenter__()
+        await backend.aclose()
+
+
+async def test_a_connection_that_the_upstream_has_closed_is_not_used_again() -> None:
+    """The upstream runs in a thread, and the loop stands still while it closes: only the socket can tell."""
+    may_close, has_closed = threading.Event(), threading.Event()
+    num_requests = 0
+
+    def serve() -> None:
+        nonlocal num_requests
+        for is_first in (True, False):
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rb") as file:
+                length = 0
+                while (line := file.readline()) != b"\r\n":
+                    if line.lower().startswith(b"content-length:"):
+                        length = int(line.partition(b":")[2])
+                file.read(length)
+                num_requests += 1
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                if is_first:
+                    may_close.wait(10)
+            has_closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        transport = Transport(UpstreamConfig(upstream=f"http://127.0.0.1:{listening.getsockname()[1]}"))
+        assert (await transport.post("/x", {}, {})).status == 200
+        may_close.set()
+        has_closed.wait(10)
+        assert (await transport.post("/x", {}, {})).status == 200
+        thread.join(10)
+        await transport.close()
+    assert num_requests == 2
+
+
+async def test_a_request_that_may_have_been_read_is_not_sent_again(pair: Pair) -> None:
+    backend, fake = pair
+    await chat(backend)  # leaves an idle connection
+    fake.faults.append(Fault(drops="before"))
+    with pytest.raises(UpstreamUnreachable):
+        await chat(backend)
+    assert len(fake.chats()) == 2
+
+
+async def test_headers_that_http_cannot_carry_are_left_out() -> None:
+    headers = [("x-odd", "a\x01b"), ("x-null", "a\x00"), ("bad name", "1"), ("x-del", "\x7f"), ("X-Fine", "\xe9\t1")]
+    assert transports.client_headers(headers) == {"x-fine": "\xe9\t1"}
 
 
 async def collected(runtime: Runtime, session_id: str, *, tokens: Any = (), max_tokens: int = 8) -> list[Event]:

@@ -106,11 +106,12 @@ class UpstreamBackend(UpstreamSequences):
         if self.upstream_model:  # whatever name the client uses: there is only one model
             sent["model"] = self.upstream_model
         sent |= self._chat_fields(body, ids, known) | self._extra
+        is_rest = self.config.routing_replay == "additional"
         asked = Asked(
             input_ids=ids,
             vocab_size=self._model.vocab_size,
             max_tokens=_max_tokens(sent),
-            payloads={name: known.get(name, 0) for name in self.asked_payloads},
+            payloads={name: known.get(name, 0) if is_rest else 0 for name in self.asked_payloads},
             row_shapes=self._row_shapes,
             keep_payloads=self.config.keep_training_payloads,
             kind=self.logprob_kind,

@@ -32,7 +32,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What a chat reply must fit. `payloads`: those that we requested (not the client), each with the number of
-    positions that are on record already; `row_shapes`: the shape of their rows, where it is known."""
+    positions that it may leave out; `row_shapes`: the shape of their rows, where it is known."""
 
     input_ids: Sequence[int]
     vocab_size: int
@@ -314,8 +314,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _payload(name: str, raws: Sequence[Raw], body: bytes, asked: Asked, num_sampled: int) -> ByteRange:
-    """The first place that has the payload, which must have one row for each position that was computed and is not
-    on record."""
+    """The first place that has the payload, which must have one row for each position that was computed."""
     for raw in raws:
         start, end = place = place_of(raw, body)
         if body[start : start + 1] == b"n":  # null
@@ -332,17 +331,16 @@ def _payload(name: str, raws: Sequence[Raw], body: bytes, asked: Asked, num_samp
 
 
 def _check_rows(name: str, shape: tuple[int, ...], asked: Asked, num_positions: int) -> None:
-    num_known, row_shape = asked.payloads[name], asked.row_shapes.get(name)
-    if len(shape) != 1:
-        num_rows, is_whole = shape[0] if shape else 0, shape[1:] == (row_shape or shape[1:])
-    else:  # without a shape of its own: so many values to a row as the model has, else as fit
-        width = math.prod(row_shape) if row_shape else max(1, shape[0] // max(1, num_positions - num_known))
+    num_asked, row_shape = num_positions - asked.payloads[name], asked.row_shapes.get(name)
+    if len(shape) == 1:  # without a shape of its own: so many values to a row as the model has, else as fit
+        width = math.prod(row_shape) if row_shape else max(1, shape[0] // max(1, num_asked))
         num_rows, rest = divmod(shape[0], width)
         is_whole = not rest
-    if not is_whole or not math.prod(shape) or not num_positions - num_known <= num_rows <= num_positions:
-        rows = f"{num_positions - num_known} to {num_positions}" if num_known else f"{num_positions}"
+    else:
+        num_rows, is_whole = shape[0] if shape else 0, shape[1:] == (row_shape or shape[1:])
+    if not is_whole or not math.prod(shape) or num_rows not in (num_asked, num_positions):
         of = f" of shape {list(row_shape)}" if row_shape else ""
-        raise UpstreamInvalid(f"{name} has the shape {list(shape)}, which does not make {rows} rows{of}")
+        raise UpstreamInvalid(f"{name} has the shape {list(shape)}, which does not make {num_asked} rows{of}")
 
 
 def _check_depth(text: bytes) -> None:
