@@ -374,11 +374,11 @@ def test_a_question_has_64_tokens() -> None:
 
 def test_a_record_that_lost_something_is_found_out() -> None:
     script = Script(4, 64)
-    record = {"response": json.loads(script.reply())}
+    record = {"response": json.loads(script.reply(4))}
     assert record_problem([record], [1, *script.token_ids], script) == ""
     assert "records" in record_problem([], script.token_ids, script)
-    assert "token ids" in record_problem([record], [1, 2, 3, 4], script)
-    cut = {"response": json.loads(script.reply(with_payload=False))}
+    assert "token ids" in record_problem([record], [1, 1, 2, 3, 4], script)
+    cut = {"response": json.loads(script.reply())}
     assert "not what the upstream sent" in record_problem([cut], script.token_ids, script)
 
 

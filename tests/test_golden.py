@@ -20,6 +20,7 @@ import pytest
 from holdfast_sdk import AsyncClient
 
 from holdfast.models import open_model
+from holdfast.testing.fake_upstream import flat_rows
 from tests import serving as servers
 from tests.relaying import Relay
 from tests.serving import ScriptedEngine, Server, default_chat, serving, wordy_engine
@@ -72,7 +73,7 @@ async def golden_server(directory: Path) -> AsyncIterator[Server]:
 @asynccontextmanager
 async def golden_relay(directory: Path) -> AsyncIterator[Relay]:
     """The same in front of a fake SGLang."""
-    async with chatting(**RELAY, data_dir=str(directory)) as (relay, _):
+    async with chatting(**RELAY, routed_experts=flat_rows, data_dir=str(directory)) as (relay, _):
         yield relay
 
 

@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
+from yarl import URL
 
+from holdfast.errors import UpstreamInvalid
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.ports import UpstreamReply
 from holdfast.testing.fake_servers import FakeSGLang
-from holdfast.testing.fake_upstream import DrawnToken, FakeModel, Fault
+from holdfast.testing.fake_upstream import DrawnToken, FakeModel, Fault, flat_rows
 from tests.effort import examples
 from tests.relaying import Relay, relaying
 from tests.serving import default_chat
@@ -60,12 +63,12 @@ def chats_of(upstream: FakeSGLang) -> list[dict[str, Any]]:
 async def test_the_upstream_gets_our_ids_and_the_client_its_bytes() -> None:
     async with chatting() as (relay, upstream):
         session = await open_session(relay.http)
-        first = await relay.http.post(chat_path(session), json=said("Hi", colour="red"))
+        first = await relay.http.post(chat_path(session), json=said("Hi", min_p=0.25))
         assert first.status_code == 200
         sent = chats_of(upstream)[0]
         prompt = default_chat().model.continuation.first([{"role": "user", "content": "Hi"}]).ids
         assert sent["input_ids"] == prompt
-        assert sent["colour"] == "red"  # not ours to judge
+        assert sent["min_p"] == 0.25  # not ours to judge
         assert "stream" not in sent
         (record,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]
         assert record["response"] == first.json()
@@ -113,14 +116,20 @@ def _drop(*path: Any) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
-def _put(*path: Any) -> Callable[[dict[str, Any]], None]:
-    def edit(reply: dict[str, Any]) -> None:
+def _put(*path: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def edit(reply: dict[str, Any]) -> dict[str, Any]:
         inner: Any = reply
         for step in path[:-2]:
             inner = inner[step]
         inner[path[-2]] = path[-1]
+        return reply
 
     return edit
+
+
+def _counting(reply: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    reply["usage"]["completion_tokens"] = num_tokens
+    return _put(*META, "completion_tokens", num_tokens)(reply)
 
 
 CHOICE = ("choices", 0)
@@ -157,12 +166,28 @@ MALFORMED = {
     "bool count": Fault(edit=_put(*META, "completion_tokens", True)),
     "wrong count": Fault(edit=_put(*META, "completion_tokens", 99)),
     "no finish_reason": Fault(edit=_drop(*CHOICE, "finish_reason")),
+    "another number of prompt tokens": Fault(edit=_put(*META, "prompt_tokens", 1)),
+    "another number of prompt tokens in usage": Fault(edit=_put("usage", "prompt_tokens", 1)),
+    "the ids of another prompt": Fault(edit=_put(*CHOICE, "prompt_token_ids", [1, 2, 3])),
+    "text without tokens": Fault(edit=lambda reply: _put(*META, "output_token_logprobs", [])(_counting(reply, 0))),
+    "more tokens than requested": Fault(
+        edit=lambda reply: _put(*META, "output_token_logprobs", [[-0.5, 5]] * 5)(_counting(reply, 5))
+    ),
+    "unknown finish_reason": Fault(edit=_put(*CHOICE, "finish_reason", "because")),
+    "empty finish_reason": Fault(edit=_put(*CHOICE, "finish_reason", "")),
+    "another finish_reason in meta_info": Fault(
+        edit=lambda reply: _put(*META, "finish_reason", {"type": "stop"})(
+            _put(*CHOICE, "finish_reason", "length")(reply)
+        )
+    ),
+    **{f"status {status}": Fault(status=status) for status in (201, 204, 206, 999)},
 }
 BROKEN = {
     "drops before": (Fault(drops="before"), 502, "upstream_unreachable"),
     "drops in the middle": (Fault(drops="middle"), 502, "upstream_unreachable"),
     "hangs": (Fault(is_hanging=True), 504, "upstream_timeout"),
     "aborts": (Fault(edit=_put(*CHOICE, "finish_reason", "abort")), 503, "upstream_aborted"),
+    "aborts in meta_info": (Fault(edit=_put(*META, "finish_reason", {"type": "abort"})), 503, "upstream_aborted"),
     **{name: (fault, 502, "upstream_invalid") for name, fault in MALFORMED.items()},
 }
 
@@ -187,6 +212,7 @@ async def test_what_is_not_exactly_right_is_refused_and_leaves_nothing(name: str
         upstream.faults.append(fault)
         refused = await relay.http.post(chat_path(session), json=said("Hi", reply, "Go on"))
         assert (refused.status_code, error_of(refused)["code"]) == (status, code)
+        assert upstream.url.removeprefix("http://") not in refused.text
         await _is_untouched(relay, upstream, session, before)
 
 
@@ -208,6 +234,171 @@ async def test_other_statuses_and_content_types_pass_through_byte_for_byte() -> 
         names = [name.lower() for name, _ in passed.headers.raw]
         assert len(names) == len(set(names))
         await _is_untouched(relay, upstream, session, before)
+
+
+OURS = {"holdfast-recorded": "true", "holdfast-turn": "x", "idempotent-replayed": "true", "x-request-id": "theirs"}
+NOT_THEIRS = {"x-should-retry": "true", "access-control-allow-origin": "*", "strict-transport-security": "max-age=1"}
+
+
+async def test_an_upstream_cannot_speak_in_our_name() -> None:
+    async with chatting(passthrough="GET:v1/odd") as (relay, upstream):
+        session = await open_session(relay.http)
+        upstream.faults.append(Fault(headers=OURS | NOT_THEIRS))
+        answer = await relay.http.post(chat_path(session), json=said("Hi"))
+        assert answer.status_code == 200
+        assert answer.headers["holdfast-turn"] != "x"
+        upstream.faults.append(Fault(status=500, headers=OURS | NOT_THEIRS))
+        failed = await relay.http.post(chat_path(session), json=said("Hello"))
+        assert failed.headers["holdfast-recorded"] == "false"
+        upstream.faults.append(Fault(headers=OURS | NOT_THEIRS))
+        passed = await relay.http.get(f"/sessions/{session}/v1/models", headers={"origin": "http://evil.example"})
+        assert "holdfast-recorded" not in passed.headers
+        assert "origin" not in {name.lower() for name in upstream.requests[-1].headers}
+        for one in (answer, failed, passed):
+            assert one.headers["x-request-id"] != "theirs"
+            assert "idempotent-replayed" not in one.headers
+            assert not NOT_THEIRS.keys() & one.headers.keys()
+
+
+async def test_a_status_that_is_none_gets_an_answer_all_the_same() -> None:
+    statuses = [101, 101, 199, 199, 600, 600, 999, 999]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {statuses.pop()} Odd\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+        await writer.drain()
+        writer.close()
+
+    async with chatting() as (relay, _), await asyncio.start_server(answer, "127.0.0.1", 0) as odd:
+        session = await open_session(relay.http)
+        address = "{}:{}".format(*odd.sockets[0].getsockname())
+        relay.backend.transport._base = URL(f"http://{address}")
+        while statuses:
+            for refused in (
+                await relay.http.post(chat_path(session), json=said("Hi")),
+                await relay.http.get(f"/sessions/{session}/v1/models"),
+            ):
+                assert refused.status_code == 502, refused.text
+                assert error_of(refused)["code"] in ("upstream_invalid", "upstream_unreachable")
+                assert address not in refused.text
+        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 0
+
+
+async def test_an_upstream_that_is_gone_is_told_without_its_address() -> None:
+    async with chatting() as (relay, _):
+        session = await open_session(relay.http)
+        relay.backend.transport._base = URL("http://127.0.0.1:1")
+        gone = await relay.http.post(chat_path(session), json=said("Hi"))
+        assert (gone.status_code, error_of(gone)["code"]) == (502, "upstream_unreachable")
+        assert "127.0.0.1" not in gone.text
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"9" * 5000])
+async def test_a_number_that_nobody_can_read_is_refused_before_anything_is_recorded(number: bytes) -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        good = (await relay.http.post(chat_path(session), json=said("Hi"))).content
+        streamed = json.dumps(said("Hi", stream=True, metadata={"a": "MARK"})).encode()
+        asked = await relay.http.post(chat_path(session), content=streamed.replace(b'"MARK"', number))
+        assert (asked.status_code, error_of(asked)["param"]) == (400, "metadata.a")
+        for _ in range(2):
+            upstream.faults.append(Fault(body=good.replace(b"{", b'{"unread": ' + number + b", ", 1)))
+            told = await relay.http.post(chat_path(session), content=streamed, headers={"idempotency-key": "k"})
+            assert (told.status_code, error_of(told)["code"]) == (502, "upstream_invalid")
+        assert (await relay.http.get(f"/sessions/{session}?branches=all")).json()["turns"] == 1
+
+
+async def test_a_stream_spells_every_value_as_the_upstream_did() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        good = (await relay.http.post(chat_path(session), json=said("Hi"))).content
+        odd = b'"unread": [1.50, 1E5, 123456789012345678901234567890]'
+        upstream.faults.append(Fault(body=good.replace(b"{", b"{" + odd + b", ", 1)))
+        reply = await relay.http.post(chat_path(session), json=said("Hi", stream=True))
+        assert reply.status_code == 200
+        assert b'"unread":[1.50, 1E5, 123456789012345678901234567890]' in reply.content
+
+
+STEERING = {
+    "bootstrap_host": "evil.example",
+    "bootstrap_port": 1,
+    "bootstrap_room": 2,
+    "cache_salt": "x",
+    "chat_template": "{{ x }}",
+    "continue_final_message": True,
+    "custom_logit_processor": "x",
+    "custom_params": {},
+    "data_parallel_rank": 1,
+    "kv_transfer_params": {"do_remote_decode": True},
+    "lora_path": "/etc",
+    "priority": -1,
+    "request_id": "x",
+    "return_hidden_states": True,
+    "rid": "x",
+    "session_params": {"id": "x"},
+    "truncate_prompt_tokens": 1,
+    "vllm_xargs": {"a": 1},
+    "colour": "red",
+}
+HARMLESS = {
+    "user": "ann",
+    "store": True,
+    "metadata": {"a": "b"},
+    "service_tier": "auto",
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "stream_options": {"include_usage": True},
+    "priority": None,
+}
+
+
+async def test_a_field_that_steers_the_upstream_is_refused_by_name() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        for name, value in STEERING.items():
+            refused = await relay.http.post(chat_path(session), json=said("Hi") | {name: value})
+            assert (refused.status_code, error_of(refused)["param"]) == (400, name)
+            assert "--forward-fields" in refused.text
+        assert not upstream.requests
+
+
+async def test_fields_that_openai_clients_send_are_accepted_and_an_operator_may_allow_more() -> None:
+    async with chatting(forward_fields="priority, lora_path", upstream_extra='{"rid": "ours"}') as (relay, upstream):
+        session = await open_session(relay.http)
+        body = said("Hi", **HARMLESS)
+        assert (await relay.http.post(chat_path(session), json=body)).status_code == 200
+        assert (await relay.http.post(chat_path(session), json=body | {"priority": 3})).status_code == 200
+        refused = await relay.http.post(chat_path(session), json=body | {"rid": "mine"})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "rid")
+        first, second = chats_of(upstream)
+        assert not (HARMLESS.keys() - {"reasoning_effort", "priority"}) & first.keys()
+        assert (first["reasoning_effort"], first["rid"], second["priority"]) == ("low", "ours", 3)
+
+
+async def test_samples_are_never_spoiled_by_a_payload_that_does_not_fit() -> None:
+    async with chatting(routed_experts=flat_rows, routing_replay="additional") as (relay, upstream):
+        session = await open_session(relay.http)
+        said_so_far = ["Hi"]
+        one_too_many, wider = lambda num: flat_rows(num + 1), lambda num: flat_rows(num, 7)
+        for bad in (None, "????", [[1, 2]], one_too_many, wider):
+            for payload, status in ((bad, 502), (flat_rows, 200)):
+                upstream.routed_experts = payload
+                answer = await relay.http.post(chat_path(session), json=said(*said_so_far))
+                assert answer.status_code == status, (bad, answer.text)
+            said_so_far += [answer.json()["choices"][0]["message"]["content"], "More"]
+        samples = await relay.http.post(f"/sessions/{session}/samples", json={"format": "json"})
+        assert samples.status_code == 200, samples.text
+        [sample] = samples.json()["samples"]
+        num_rows, width = sample["rollout_routed_experts"]["shape"]
+        assert (num_rows, width) == (len(sample["tokens"]) - 1, 6)
+
+
+async def test_an_upstream_that_lacks_what_routing_replay_needs_fails_the_start() -> None:
+    with pytest.raises(UpstreamInvalid, match="did not return routed_experts"):
+        async with chatting(routing_replay="full"):
+            pass
 
 
 @pytest.mark.parametrize("moment", ["waiting", "answered"])

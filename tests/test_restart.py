@@ -1,16 +1,14 @@
 """What outlives a slab and a process: parked sessions, restarts, and a journal that cannot be written."""
 
 import asyncio
-import base64
 import sqlite3
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.testing.fake_upstream import Fault
+from holdfast.testing.fake_upstream import Fault, flat_rows
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, said
 from tests.test_relay import chatting
@@ -84,11 +82,6 @@ async def test_beyond_max_parked_the_longest_idle_session_goes() -> None:
 
 async def test_routed_experts_are_kept_once_and_come_back_with_samples_and_replays(tmp_path: Path) -> None:
     keeping = {"data_dir": str(tmp_path), "max_parked": 100, "routing_replay": "full"}
-    async with chatting(routed_experts="AAAA", routing_replay="full") as (relay, _):
-        reply = await relay.http.post(chat_path(await open_session(relay.http)), json=said("Hi", max_tokens=4))
-    num_rows = reply.json()["usage"]["total_tokens"] - 1
-    experts = np.arange(num_rows * 6, dtype=np.int32)
-    text = base64.b64encode(experts.tobytes()).decode()
 
     async def samples(relay: Any) -> bytes:
         answer = await relay.http.post(f"/sessions/{session}/samples", json={"format": "json"})
@@ -96,17 +89,17 @@ async def test_routed_experts_are_kept_once_and_come_back_with_samples_and_repla
         content: bytes = answer.content
         return content
 
-    async with chatting(routed_experts=text, **keeping) as (relay, _):
+    async with chatting(routed_experts=flat_rows, **keeping) as (relay, _):
         session = await open_session(relay.http)
         first = await relay.http.post(chat_path(session), json=said("Hi", max_tokens=4), headers=KEY)
-        assert first.json()["usage"]["total_tokens"] == num_rows + 1
+        num_rows = first.json()["usage"]["total_tokens"] - 1
         before = await samples(relay)
     with sqlite3.connect(tmp_path / "journal.db") as database:
         [(turn_bytes,)] = database.execute("SELECT length(facts) + length(reply) + length(messages) FROM turns")
         [(response_bytes,)] = database.execute("SELECT max(length) FROM bodies")
     database.close()
-    assert turn_bytes < len(text) < response_bytes
-    async with chatting(routed_experts=text, **keeping) as (relay, _):
+    assert turn_bytes < len(flat_rows(num_rows)) < response_bytes
+    async with chatting(routed_experts=flat_rows, **keeping) as (relay, _):
         many = await asyncio.gather(*(samples(relay) for _ in range(40)))  # more than there are threads
         assert set(many) == {before}
         again = await relay.http.post(chat_path(session), json=said("Hi", max_tokens=4), headers=KEY)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from holdfast.chats.retry import Broadcast
-from holdfast.testing.fake_upstream import Fault
+from holdfast.testing.fake_upstream import Fault, flat_rows
 from tests.effort import examples
 from tests.relaying import Relay
 from tests.serving import SlowEngine, default_chat, held, serving, wordy_engine
@@ -218,14 +218,16 @@ async def test_a_turn_that_ends_in_time_is_recorded_while_draining(tmp_path: Any
 
 
 async def test_a_replay_is_what_the_client_got_not_what_was_kept() -> None:
-    async with chatting(routed_experts="AAAA", routing_replay="full") as (relay, _):
+    async with chatting(routed_experts=flat_rows, routing_replay="full") as (relay, _):
         session = await open_session(relay.http)
         first = await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)
         assert b"AAAA" not in first.content
         again = await relay.http.post(chat_path(session), json=said("Hi"), headers=KEY)
         assert again.content == first.content
         (record,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]
-        assert record["response"]["choices"][0]["meta_info"]["routed_experts"] == "AAAA"
+        usage = first.json()["usage"]
+        sent = record["response"]["choices"][0]["meta_info"]["routed_experts"]
+        assert sent == flat_rows(usage["total_tokens"] - 1)
 
 
 async def test_each_turn_knows_the_weights_it_was_sampled_with() -> None:

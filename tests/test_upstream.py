@@ -1,9 +1,11 @@
 """Upstream backends against fakes on real sockets: what goes out, what comes back, and everything that can fail."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -30,7 +32,7 @@ from holdfast.serving.http.error_response import response_for
 from holdfast.sessions.ports import LogprobKind, UpstreamReply
 from holdfast.sessions.runtime import Runtime
 from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
-from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault
+from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault, flat_rows
 from tests.upstream_cases import MESSAGES, greedy, sglang, vllm
 
 PROMPT = [5, 9, 33, 7]
@@ -100,13 +102,13 @@ def said(reply: UpstreamReply) -> Any:
 
 @pytest.mark.parametrize(("replay", "start"), [("full", 0), ("additional", 3)])
 async def test_routing_replay_asks_for_experts_and_cuts_them_from_the_clients_copy(replay: str, start: int) -> None:
-    fake = FakeSGLang(routed_experts="QUJD" * 1000)
+    fake = FakeSGLang(routed_experts=lambda num_rows: flat_rows(num_rows, 1000))
     async with sglang(fake, routing_replay=replay) as (backend, _):
         body = {"messages": MESSAGES, "max_tokens": 4}
-        reply = await backend.complete(body, PROMPT, session_id="s", routed_from=3)
+        reply = await backend.complete(body, PROMPT, session_id="s", known={"routed_experts": 3})
         assert fake.chats()[0].json["routed_experts_start_len"] == start
         assert reply.completion is not None
-        assert said(reply) == "QUJD" * 1000
+        assert said(reply) == flat_rows(len(PROMPT) + reply.completion.completion_tokens - 1 - start, 1000)
         assert b"routed_experts" in reply.received
         assert b"routed_experts" not in reply.body
         expected = json.loads(reply.received)
@@ -115,11 +117,11 @@ async def test_routing_replay_asks_for_experts_and_cuts_them_from_the_clients_co
 
 
 async def test_payloads_stay_where_they_are_kept_or_the_client_asked_itself() -> None:
-    fake = FakeSGLang(routed_experts=[[1, 2], [3, 4]])
+    fake = FakeSGLang(routed_experts=lambda num_rows: [[1, 2]] * num_rows)
     async with sglang(fake, routing_replay="full", keep_training_payloads=True) as (backend, _):
         reply = await chat(backend)
         assert reply.body is reply.received
-        assert said(reply) == [[1, 2], [3, 4]]
+        assert said(reply) == [[1, 2]] * (len(PROMPT) + reply.completion.completion_tokens - 1)
     async with sglang(FakeSGLang(routed_experts="AAAA")) as (backend, _):
         reply = await chat(backend, return_routed_experts=True)
         assert b"AAAA" in reply.body
@@ -127,9 +129,9 @@ async def test_payloads_stay_where_they_are_kept_or_the_client_asked_itself() ->
 
 
 async def test_vllms_routed_experts_are_recorded_and_cut() -> None:
-    async with vllm(FakeVLLM(routed_experts="AAAA"), routing_replay="full") as (backend, _):
+    async with vllm(FakeVLLM(routed_experts=flat_rows), routing_replay="full") as (backend, _):
         reply = await chat(backend)
-        assert said(reply) == "AAAA"
+        assert said(reply) == flat_rows(len(PROMPT) + reply.completion.completion_tokens - 1)
         assert b"AAAA" not in reply.body
 
 
@@ -326,7 +328,7 @@ async def test_what_json_cannot_say_is_never_sent(pair: Pair) -> None:
     backend, fake = pair
     for value in (object(), {(1, 2): 3}, "\ud800"):
         with pytest.raises(InvalidArgument, match="as JSON"):
-            await chat(backend, user=value)
+            await chat(backend, stop=value)
     assert not fake.requests
 
 
@@ -352,6 +354,8 @@ async def test_a_full_backend_opens_no_more() -> None:
         {"upstream": "ftp://x"},
         {"upstream": "http://x", "upstream_extra": "[]"},
         {"upstream": "http://x", "upstream_extra": "{"},
+        {"upstream": "http://x", "forward_fields": "a b"},
+        {"upstream": "http://x", "forward_fields": "input_ids"},
     ],
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
@@ -445,7 +449,7 @@ async def test_a_caller_who_leaves_closes_the_upstream_stream(pair: Pair) -> Non
     fake.delay_s = 0.002
     runtime = Runtime(backend)
     session = await runtime.create("owner", tokens=PROMPT)
-    task = asyncio.ensure_future(collected(runtime, session.session_id, max_tokens=1000))
+    task = asyncio.ensure_future(collected(runtime, session.session_id, max_tokens=300))
     while runtime.info(session.session_id, "owner").history_length < len(PROMPT) + 5:
         await asyncio.sleep(0.001)
     task.cancel()
@@ -454,7 +458,7 @@ async def test_a_caller_who_leaves_closes_the_upstream_stream(pair: Pair) -> Non
     await idle(fake)
     info = runtime.info(session.session_id, "owner")
     assert not info.is_busy
-    assert 5 <= info.sampled[1] < 1000
+    assert 5 <= info.sampled[1] < 300
 
 
 async def test_an_event_beyond_the_limit_is_refused() -> None:
@@ -465,6 +469,124 @@ async def test_an_event_beyond_the_limit_is_refused() -> None:
         with pytest.raises(UpstreamInvalid, match="max_upstream_mb"):
             await stream.__aenter__()
         assert backend.view(handle).history_length == 0
+
+
+@pytest.mark.parametrize("num_sampled", [17, 500])
+async def test_an_upstream_that_ignores_max_tokens_is_cut_off(pair: Pair, num_sampled: int) -> None:
+    backend, fake = pair
+    fake.model.scripted.append([5] * num_sampled)
+    runtime = Runtime(backend)
+    session = await runtime.create("owner", tokens=PROMPT)
+    with pytest.raises(UpstreamInvalid, match="at most 16 were requested"):
+        await collected(runtime, session.session_id, max_tokens=16)
+    info = runtime.info(session.session_id, "owner")
+    assert (info.sampled[1], info.history_length) == (16, len(PROMPT) + 16)
+    await idle(fake)
+    assert len(await collected(runtime, session.session_id)) == 9
+
+
+async def test_a_chat_that_ignores_max_tokens_is_refused(pair: Pair) -> None:
+    backend, fake = pair
+    for fields in ({"max_tokens": 4}, {"max_tokens": None, "max_completion_tokens": 4}):
+        fake.model.scripted.append([5] * 5)
+        with pytest.raises(UpstreamInvalid, match="at most 4 were requested"):
+            await chat(backend, **fields)
+
+
+def finished_early(event: dict[str, Any]) -> None:
+    if "meta_info" in event:
+        event["meta_info"]["finish_reason"] = {"type": "stop"}
+    for choice in event.get("choices", []):
+        choice["finish_reason"] = "stop"
+
+
+def without_tokens(event: dict[str, Any]) -> None:
+    finished_early(event)
+    if "meta_info" in event:
+        event["meta_info"] |= {"completion_tokens": 0, "output_token_logprobs": []}
+    for choice in event.get("choices", []):
+        choice |= {"token_ids": [], "logprobs": None}
+
+
+@pytest.mark.parametrize("edit", [finished_early, without_tokens])
+async def test_tokens_after_the_end_or_none_before_it_are_refused(pair: Pair, edit: Any) -> None:
+    backend, fake = pair
+    fake.faults.append(Fault(edit=edit))
+    runtime = Runtime(backend)
+    session = await runtime.create("owner", tokens=PROMPT)
+    with pytest.raises(UpstreamInvalid, match="tokens"):
+        await collected(runtime, session.session_id)
+    assert runtime.info(session.session_id, "owner").sampled[1] == (edit is finished_early)
+
+
+async def test_a_stream_that_never_ends_its_line_ends_at_the_size_limit() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: ")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x" * (1 << 16))
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        backend = SGLangBackend(
+            UpstreamConfig(upstream=url, max_upstream_mb=48, upstream_timeout_s=10),
+            upstream_model_info(name="m", vocab_size=64),
+        )
+        stream = backend.generate(await backend.open(sink=0), greedy(), PROMPT)
+        with pytest.raises(UpstreamInvalid, match="max_upstream_mb"):
+            await stream.__aenter__()
+        await backend.aclose()
+
+
+async def test_a_connection_that_the_upstream_has_closed_is_not_used_again() -> None:
+    """The upstream runs in a thread, and the loop stands still while it closes: only the socket can tell."""
+    may_close, has_closed = threading.Event(), threading.Event()
+    num_requests = 0
+
+    def serve() -> None:
+        nonlocal num_requests
+        for is_first in (True, False):
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rb") as file:
+                length = 0
+                while (line := file.readline()) != b"\r\n":
+                    if line.lower().startswith(b"content-length:"):
+                        length = int(line.partition(b":")[2])
+                file.read(length)
+                num_requests += 1
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                if is_first:
+                    may_close.wait(10)
+            has_closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        transport = Transport(UpstreamConfig(upstream=f"http://127.0.0.1:{listening.getsockname()[1]}"))
+        assert (await transport.post("/x", {}, {})).status == 200
+        may_close.set()
+        has_closed.wait(10)
+        assert (await transport.post("/x", {}, {})).status == 200
+        thread.join(10)
+        await transport.close()
+    assert num_requests == 2
+
+
+async def test_a_request_that_may_have_been_read_is_not_sent_again(pair: Pair) -> None:
+    backend, fake = pair
+    await chat(backend)  # leaves an idle connection
+    fake.faults.append(Fault(drops="before"))
+    with pytest.raises(UpstreamUnreachable):
+        await chat(backend)
+    assert len(fake.chats()) == 2
+
+
+async def test_headers_that_http_cannot_carry_are_left_out() -> None:
+    headers = [("x-odd", "a\x01b"), ("x-null", "a\x00"), ("bad name", "1"), ("x-del", "\x7f"), ("X-Fine", "\xe9\t1")]
+    assert transports.client_headers(headers) == {"x-fine": "\xe9\t1"}
 
 
 async def collected(runtime: Runtime, session_id: str, *, tokens: Any = (), max_tokens: int = 8) -> list[Event]:

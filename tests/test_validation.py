@@ -1,18 +1,21 @@
 """A reply is recorded only if it is exactly right; whatever else comes is refused, and nothing else is raised."""
 
+import base64
 import copy
+import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.backends.sglang import SGLangReader
-from holdfast.backends.validation import MAX_DEPTH, CheckedReply, check_sglang, check_vllm
+from holdfast.backends.validation import MAX_DEPTH, Asked, CheckedReply, check_sglang, check_vllm
 from holdfast.backends.vllm import VLLMReader
 from holdfast.errors import UpstreamAborted, UpstreamError, UpstreamInvalid
 from holdfast.sessions.record import place_of, without
@@ -65,14 +68,18 @@ CONTENT: Path = (*CHOICE, "logprobs", "content")
 DELETE = object()
 
 
-def sglang(reply: Any, **options: Any) -> CheckedReply:
-    body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-    return check_sglang(body, vocab_size=VOCABULARY, **options)
+def asked_for(payloads: Iterable[str] = (), **options: Any) -> Asked:
+    return Asked(input_ids=PROMPT, vocab_size=VOCABULARY, payloads=dict.fromkeys(payloads, 0), **options)
 
 
-def vllm(reply: Any, **options: Any) -> CheckedReply:
+def sglang(reply: Any, asked: Iterable[str] = (), **options: Any) -> CheckedReply:
     body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-    return check_vllm(body, input_ids=PROMPT, vocab_size=VOCABULARY, **options)
+    return check_sglang(body, asked_for(asked, **options))
+
+
+def vllm(reply: Any, asked: Iterable[str] = (), **options: Any) -> CheckedReply:
+    body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+    return check_vllm(body, asked_for(asked, **options))
 
 
 def changed(reply: Json, path: Path, value: Any) -> Json:
@@ -236,6 +243,8 @@ class TestBothFormats:
 
 
 PAYLOAD_NAMES = ("routed_experts", "indexer_topk")
+THREE_ROWS = base64.b64encode(bytes(3 * 4))  # one int32 each
+FOUR_ROWS = base64.b64encode(bytes(4 * 4)).decode()
 
 
 def said(body: bytes, place: Any) -> Any:
@@ -246,15 +255,15 @@ def said(body: bytes, place: Any) -> Any:
 def test_only_the_payloads_that_we_asked_for_are_cut_and_every_other_byte_stays() -> None:
     before = b'{ "choices":[{"message":{"role":"assistant","content":"\\"routed_experts\\": 1 \xc3\xa9",'
     before += b'"routed_experts":"AA=="},'
-    rest = b'"finish_reason":"stop","meta_info":{"completion_tokens":0 ,"output_token_logprobs":[]'
-    payload = b'\n, "routed_experts" :\t"AA=="'
+    rest = b'"finish_reason":"stop","meta_info":{"completion_tokens":1 ,"output_token_logprobs":[[-1, 5]]'
+    payload = b'\n, "routed_experts" :\t"' + THREE_ROWS + b'"'
     after = b' , "x": 1.50 }}], "sglext": {'
-    extension = b'"routed_experts":"AA==" ,'
+    extension = b'"routed_experts":"' + THREE_ROWS + b'" ,'
     end = b' "cached":null}, "big": 1e5}\n'
     body = before + rest + payload + after + extension + end
     checked = sglang(body, asked={"routed_experts"})
     assert checked.body == before + rest + b"\n" + after + end
-    assert said(body, checked.completion.routed_experts) == "AA=="
+    assert said(body, checked.completion.routed_experts) == THREE_ROWS.decode()
     assert without(body, checked.completion.cut) == checked.body
     kept = sglang(body, asked={"routed_experts"}, keep_payloads=True)
     assert (kept.body is body, kept.completion.cut) == (True, ())
@@ -272,22 +281,22 @@ def test_a_value_that_is_no_view_into_the_body_has_no_place_in_it() -> None:
 
 
 def test_a_payload_may_be_a_list() -> None:
-    body = json.dumps(changed(SGLANG, (*META, "indexer_topk"), [[1, 2], [3]])).encode()
-    checked = sglang(body, asked=PAYLOAD_NAMES)
-    assert said(body, checked.completion.indexer_topk) == [[1, 2], [3]]
+    body = json.dumps(changed(SGLANG, (*META, "indexer_topk"), [[1, 2]] * 4)).encode()
+    checked = sglang(body, asked=["indexer_topk"])
+    assert said(body, checked.completion.indexer_topk) == [[1, 2]] * 4
     assert checked.body == json.dumps(SGLANG).encode()
 
 
 @pytest.mark.parametrize("payload", [1, True, {}, 1.5])
 def test_a_payload_that_is_neither_text_nor_list_is_refused(payload: Any) -> None:
     with pytest.raises(UpstreamInvalid, match="must be a string or a list"):
-        sglang(changed(SGLANG, (*META, "routed_experts"), payload), asked=PAYLOAD_NAMES)
+        sglang(changed(SGLANG, (*META, "routed_experts"), payload), asked=["routed_experts"])
 
 
 def test_vllms_routed_experts_are_cut_too() -> None:
-    body = json.dumps(changed(VLLM, (*CHOICE, "routed_experts"), "AAAA")).encode()
-    checked = vllm(body, asked=PAYLOAD_NAMES)
-    assert said(body, checked.completion.routed_experts) == "AAAA"
+    body = json.dumps(changed(VLLM, (*CHOICE, "routed_experts"), FOUR_ROWS)).encode()
+    checked = vllm(body, asked=["routed_experts"])
+    assert said(body, checked.completion.routed_experts) == FOUR_ROWS
     assert checked.body == json.dumps(VLLM).encode()
 
 
@@ -298,7 +307,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
-payloads = st.none() | texts | st.lists(st.lists(st.integers(0, 300), max_size=3), max_size=3)
+payloads = st.just("AAAA" * 4) | st.integers(1, 3).map(lambda width: [list(range(width))] * 3)
 
 
 @st.composite
@@ -312,7 +321,7 @@ def spelled(draw: st.DrawFn, members: list[tuple[str, str]]) -> str:
 @given(st.data())
 @settings(max_examples=examples(100))
 def test_cutting_equals_parsing_without_the_members(data: st.DataObject) -> None:
-    meta = [("completion_tokens", "0"), ("output_token_logprobs", "[]")]
+    meta = [("completion_tokens", "1"), ("output_token_logprobs", "[[-1,5]]")]
     wanted = {name: data.draw(payloads) for name in data.draw(st.sets(st.sampled_from(PAYLOAD_NAMES)))}
     extra = [(name, json.dumps(value, ensure_ascii=data.draw(st.booleans()))) for name, value in wanted.items()]
     members = data.draw(st.permutations(meta + extra))
@@ -323,10 +332,10 @@ def test_cutting_equals_parsing_without_the_members(data: st.DataObject) -> None
     top += [("sglext", data.draw(spelled(sglext)))]
     body = data.draw(spelled(data.draw(st.permutations(top)))).encode()
 
-    checked = check_sglang(body, vocab_size=VOCABULARY, asked=PAYLOAD_NAMES)
+    checked = sglang(body, asked=wanted)
     expected = json.loads(body)
     for place in (expected["choices"][0]["meta_info"], expected["sglext"]):
-        for name in PAYLOAD_NAMES:
+        for name in wanted:
             place.pop(name, None)
     assert json.loads(checked.body) == expected
     assert without(body, checked.completion.cut) == checked.body
@@ -412,7 +421,7 @@ COMPLETION = {
 
 def reader(kind: str) -> Any:
     if kind == "sglang":
-        return SGLangReader(vocab_size=VOCABULARY, num_prompt=3, num_top=2)
+        return SGLangReader(vocab_size=VOCABULARY, prompt=PROMPT, num_top=2)
     return VLLMReader(vocab_size=VOCABULARY, prompt=PROMPT, num_top=2, has_generate=kind == "generate")
 
 
@@ -453,3 +462,199 @@ def test_a_stream_whose_counts_disagree_is_refused(told: Json) -> None:
 def test_a_stream_from_another_prompt_is_refused() -> None:
     with pytest.raises(UpstreamInvalid, match="not the ones that were sent"):
         reader("generate").read(json.dumps(GENERATE | {"prompt_token_ids": [3, 1]}).encode())
+
+
+# What a reply says about its prompt, its end and its length
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((*META, "prompt_tokens"), 1),
+        ((*META, "prompt_tokens"), 4),
+        ((*META, "prompt_tokens"), "3"),
+        (("usage", "prompt_tokens"), 1),
+        (("usage", "completion_tokens"), 3),
+        (("prompt_token_ids",), [3, 1]),
+        ((*CHOICE, "prompt_token_ids"), [3, 1, 5]),
+        ((*CHOICE, "token_ids"), [17, 98]),
+    ],
+)
+def test_an_sglang_reply_to_another_prompt_or_of_other_tokens_is_refused(path: Path, value: Any) -> None:
+    with pytest.raises(UpstreamInvalid):
+        sglang(changed(SGLANG, path, value))
+
+
+@pytest.mark.parametrize("path", [("usage", "prompt_tokens"), (*CHOICE, "prompt_token_ids")])
+def test_a_vllm_reply_whose_usage_or_choice_tells_of_another_prompt_is_refused(path: Path) -> None:
+    with pytest.raises(UpstreamInvalid):
+        vllm(changed(VLLM, path, [3, 1] if path[-1] == "prompt_token_ids" else 2))
+
+
+def test_what_a_reply_does_not_say_about_its_prompt_is_not_asked() -> None:
+    silent = changed(changed(SGLANG, (*META, "prompt_tokens"), DELETE), ("usage",), DELETE)
+    assert sglang(silent).completion.token_ids == (17, 99)
+    assert sglang(changed(SGLANG, (*CHOICE, "prompt_token_ids"), PROMPT)).completion.token_ids == (17, 99)
+
+
+@pytest.mark.parametrize("content", ["hello", "", None])
+def test_a_reply_without_tokens_is_refused(content: str | None) -> None:
+    empty = changed(changed(SGLANG, ENTRIES, []), (*META, "completion_tokens"), 0)
+    with pytest.raises(UpstreamInvalid, match="no tokens"):
+        sglang(changed(changed(empty, ("usage",), DELETE), (*MESSAGE, "content"), content))
+    none = changed(changed(VLLM, (*CHOICE, "token_ids"), []), CONTENT, [])
+    with pytest.raises(UpstreamInvalid, match="no tokens"):
+        vllm(changed(changed(none, ("usage", "completion_tokens"), 0), (*MESSAGE, "content"), content))
+
+
+@pytest.mark.parametrize("reason", ["", "error", "content_filter", "STOP", "anything"])
+def test_an_unknown_finish_reason_is_refused(reason: str) -> None:
+    for check, reply in ((sglang, SGLANG), (vllm, VLLM)):
+        with pytest.raises(UpstreamInvalid, match="finish_reason"):
+            check(changed(reply, (*CHOICE, "finish_reason"), reason))
+    with pytest.raises(UpstreamInvalid, match="finish_reason"):
+        sglang(changed(SGLANG, (*META, "finish_reason"), {"type": reason}))
+
+
+@pytest.mark.parametrize(
+    ("choice", "meta", "error"),
+    [
+        ("stop", "stop", None),
+        ("tool_calls", "stop", None),
+        ("tool_calls", "tool_calls", None),
+        ("length", "length", None),
+        ("stop", "length", UpstreamInvalid),
+        ("length", "stop", UpstreamInvalid),
+        ("stop", "abort", UpstreamAborted),
+    ],
+)
+def test_both_finish_reasons_of_a_reply_must_agree(choice: str, meta: str, error: type[UpstreamError] | None) -> None:
+    reply = changed(SGLANG, (*META, "finish_reason"), {"type": meta, "matched": 2})
+    reply = changed(reply, (*CHOICE, "finish_reason"), choice)
+    if error is None:
+        assert sglang(reply).completion.finish_reason == choice
+        return
+    with pytest.raises(error):
+        sglang(reply)
+
+
+def test_more_tokens_than_were_requested_are_refused() -> None:
+    for check, reply in ((sglang, SGLANG), (vllm, VLLM)):
+        assert check(reply, max_tokens=2)
+        with pytest.raises(UpstreamInvalid, match="at most 1"):
+            check(reply, max_tokens=1)
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1E+400", b"9" * 5000, b"9" * 310 + b".5"])
+def test_a_number_that_nobody_can_read_is_refused_wherever_it_is(number: bytes) -> None:
+    for check, reply in ((sglang, SGLANG), (vllm, VLLM)):
+        body = json.dumps(changed(reply, ("unread",), "MARK")).encode()
+        assert check(body.replace(b"MARK", number))  # in a string it is text
+        assert check(body.replace(b'"MARK"', b"1e99"))
+        with pytest.raises(UpstreamInvalid):
+            check(body.replace(b'"MARK"', number))
+
+
+# Training payloads on arrival: 3 given and 2 sampled tokens make 4 rows
+
+
+def npy(rows: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, np.asarray(rows))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def int32(num_values: int) -> str:
+    return base64.b64encode(bytes(4 * num_values)).decode()
+
+
+BAD_PAYLOADS: dict[str, Any] = {
+    "missing": DELETE,
+    "null": None,
+    "not base64": "????",
+    "cut base64": int32(8)[:-3],
+    "half a number": base64.b64encode(bytes(18)).decode(),
+    "empty": "",
+    "an empty list": [],
+    "rows of nothing": [[], [], [], []],
+    "too few values": int32(7),
+    "too few rows": [[1, 2]] * 3,
+    "too many rows": [[1, 2]] * 5,
+    "ragged": [[1], [2, 3], [4], [5]],
+    "floats": [[0.5]] * 4,
+    "text": [["a"]] * 4,
+    "beyond 32 bits": [[2**40]] * 4,
+    "a .npy file of floats": npy([[0.5]] * 4),
+    "a .npy file of 3 rows": npy([[1]] * 3),
+    "a .npy file of a number": npy(7),
+    "a cut .npy file": npy([[1]] * 4)[:-8],
+    "a .npy file of terabytes": base64.b64encode(
+        b"\x93NUMPY\x01\x00\x76\x00"
+        + b"{'descr': '<i8', 'fortran_order': False, 'shape': (4, 99999999999999), }".ljust(118)
+    ).decode(),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PAYLOADS)
+def test_a_payload_that_does_not_fit_the_tokens_is_refused(name: str) -> None:
+    payload = BAD_PAYLOADS[name]
+    here = {"routed_experts": "x"}
+    for check, reply, place in ((sglang, SGLANG, META), (vllm, VLLM, CHOICE)):
+        whole = changed(reply, place, reply["choices"][0].get("meta_info", reply["choices"][0]) | here)
+        whole = changed(whole, (*place, "routed_experts"), payload)
+        with pytest.raises(UpstreamInvalid, match="routed_experts"):
+            check(whole, asked=["routed_experts"])
+        assert check(whole)  # what nobody asked for is not ours to judge
+
+
+@pytest.mark.parametrize(
+    "payload", [int32(4), int32(24), [[1, 2]] * 4, [[[1], [2]]] * 4, npy(np.zeros((4, 2, 3), "u1"))]
+)
+def test_a_payload_that_fits_is_taken_in_any_spelling(payload: Any) -> None:
+    body = json.dumps(changed(SGLANG, (*META, "routed_experts"), payload)).encode()
+    assert said(body, sglang(body, asked=["routed_experts"]).completion.routed_experts) == payload
+    escaped = body.replace(b"AA", b"\\u0041A", 1)
+    assert said(escaped, sglang(escaped, asked=["routed_experts"]).completion.routed_experts) == payload
+
+
+def test_a_payload_may_leave_out_the_rows_that_are_on_record() -> None:
+    def check(num_known: int, payload: Any, row_shape: tuple[int, ...]) -> None:
+        asked = Asked(
+            input_ids=PROMPT,
+            vocab_size=VOCABULARY,
+            payloads={"routed_experts": num_known},
+            row_shapes={"routed_experts": row_shape},
+        )
+        check_sglang(json.dumps(changed(SGLANG, (*META, "routed_experts"), payload)).encode(), asked)
+
+    for payload in (int32(4), int32(8), [[1, 2]] * 2, [[1, 2]] * 4):
+        check(2, payload, (2,))
+    check(2, int32(12), (3, 2))
+    for payload in (int32(2), int32(5), int32(6), int32(10), [[1, 2]], [[1, 2]] * 3, [[1, 2, 3]] * 4):
+        with pytest.raises(UpstreamInvalid, match="rows of shape"):
+            check(2, payload, (2,))
+
+
+@pytest.mark.parametrize("kind", ["sglang", "generate", "completion"])
+@pytest.mark.parametrize("reason", ["", "error", "anything"])
+def test_a_stream_with_an_unknown_finish_reason_is_refused(kind: str, reason: str) -> None:
+    event = {"sglang": EVENT, "generate": GENERATE, "completion": COMPLETION}[kind]
+    path, value = ((("meta_info", "finish_reason"), {"type": reason}), ((*CHOICE, "finish_reason"), reason))[
+        kind != "sglang"
+    ]
+    with pytest.raises(UpstreamInvalid, match="finish_reason"):
+        reader(kind).read(json.dumps(changed(event, path, value)).encode())
+
+
+@pytest.mark.parametrize("kind", ["generate", "completion"])
+def test_a_stream_whose_usage_or_later_events_tell_of_another_prompt_is_refused(kind: str) -> None:
+    event = {"generate": GENERATE, "completion": COMPLETION}[kind]
+    for later in ({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}, _other_prompt(event)):
+        follow = reader(kind)
+        follow.read(json.dumps(event).encode())
+        with pytest.raises(UpstreamInvalid, match="sent"):
+            follow.read(json.dumps(later).encode())
+
+
+def _other_prompt(event: Json) -> Json:
+    return changed(event, (*CHOICE, "prompt_token_ids"), [9, 9, 9])

@@ -166,6 +166,9 @@ class UpstreamConfig:
         choices=("auto", "raw", "sampling", "unknown"),
     )
     passthrough: str = option("", "further upstream routes that sessions may call, METHOD:PATH, comma-separated")
+    forward_fields: str = option(
+        "", "further request fields that sessions may send to the upstream, comma-separated; others are refused"
+    )
 
 
 GROUPS: dict[type[Any], str] = {

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from holdfast.backends.upstream import UpstreamBackend, read_event, sampling_fields, with_logprobs
 from holdfast.backends.upstream_sequences import Opened, StreamPiece
-from holdfast.backends.validation import CheckedReply, Entry, check_sampled, check_sglang
+from holdfast.backends.validation import Entry, Finish, check_finish, check_prompt, check_sampled, check_sglang
 from holdfast.errors import UpstreamAborted, UpstreamInvalid
 from holdfast.generation import SamplingParams
 from holdfast.sessions.ports import LogprobKind
@@ -18,22 +18,14 @@ GENERATE = "/generate"
 
 class SGLangBackend(UpstreamBackend):
     default_kind = LogprobKind.SAMPLING
+    _check = staticmethod(check_sglang)
 
-    def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], routed_from: int) -> dict[str, Any]:
+    def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], known: Mapping[str, int]) -> dict[str, Any]:
         fields = {"input_ids": input_ids, "logprobs": True, "return_meta_info": True, "no_stop_trim": False}
         if self.config.routing_replay != "off":
-            start = min(routed_from, len(input_ids)) if self.config.routing_replay == "additional" else 0
-            fields |= {"return_routed_experts": True, "routed_experts_start_len": start}
+            start = known.get("routed_experts", 0) if self.config.routing_replay == "additional" else 0
+            fields |= {"return_routed_experts": True, "routed_experts_start_len": min(start, len(input_ids))}
         return fields
-
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply:
-        return check_sglang(
-            body,
-            vocab_size=self._model.vocab_size,
-            asked=self.asked_payloads,
-            keep_payloads=self.config.keep_training_payloads,
-            kind=self.logprob_kind,
-        )
 
     async def _open_stream(self, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]) -> Opened:
         request = {
@@ -45,7 +37,7 @@ class SGLangBackend(UpstreamBackend):
             "stream": True,
         }
         events = await self.transport.stream(GENERATE, request | self._extra, headers)
-        reader = SGLangReader(vocab_size=self._model.vocab_size, num_prompt=len(prompt), num_top=params.top_logprobs)
+        reader = SGLangReader(vocab_size=self._model.vocab_size, prompt=prompt, num_top=params.top_logprobs)
         return events, reader
 
     async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
@@ -70,23 +62,18 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-class _Finish(Struct):
-    type: str
-    matched: Any = None
-    message: Any = None
-
-
 class _StreamMeta(Struct):
     completion_tokens: int
     output_token_logprobs: list[Entry]
     output_top_logprobs: list[list[Entry] | None] | None = None
-    finish_reason: _Finish | None = None
-    prompt_tokens: Any = None
+    finish_reason: Finish | None = None
+    prompt_tokens: int | None = None
     cached_tokens: Any = None
 
 
 class _SGLangEvent(Struct):
     meta_info: _StreamMeta
+    prompt_token_ids: list[int] | None = None
 
 
 _EVENT = msgspec.json.Decoder(_SGLangEvent)
@@ -95,20 +82,22 @@ _EVENT = msgspec.json.Decoder(_SGLangEvent)
 class SGLangReader:
     """`/generate`: each event has all tokens so far, or only the new ones, depending on how the server was started."""
 
-    def __init__(self, *, vocab_size: int, num_prompt: int, num_top: int) -> None:
+    def __init__(self, *, vocab_size: int, prompt: Sequence[int], num_top: int) -> None:
         self._vocab_size = vocab_size
-        self._num_prompt = num_prompt
+        self._prompt = prompt
         self._num_top = num_top
         self._num_seen = 0
         self._last: int | None = None
 
     def read(self, data: bytes) -> StreamPiece:
-        meta = read_event(data, _EVENT, status=400).meta_info  # SGLang sends an error event only for a wrong request
+        event = read_event(data, _EVENT, status=400)  # SGLang sends an error event only for a wrong request
+        meta = event.meta_info
         if meta.finish_reason and meta.finish_reason.type == "abort":
             reason = meta.finish_reason.message or "no reason given"
             raise UpstreamAborted(f"the upstream aborted the generation: {reason}")
-        if type(meta.prompt_tokens) is int and meta.prompt_tokens != self._num_prompt:
-            raise UpstreamInvalid(f"{self._num_prompt} prompt tokens were sent, {meta.prompt_tokens} were read")
+        if meta.finish_reason:
+            check_finish(meta.finish_reason.type)
+        check_prompt(self._prompt, counts=(meta.prompt_tokens,), echoes=(event.prompt_token_ids,))
         entries, tops = meta.output_token_logprobs, meta.output_top_logprobs or []
         num_new = meta.completion_tokens - self._num_seen
         repeats = len(entries) == meta.completion_tokens

@@ -3,7 +3,9 @@
 Knows nothing of tokens.
 """
 
+import asyncio
 import contextlib
+import logging
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,12 +43,22 @@ _MAX_RETRY_DIGITS = 6
 
 _HOP_BY_HOP = "connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade"
 _NEVER_SENT = re.compile(
-    f"{_HOP_BY_HOP}|accept-encoding|authorization|content-length|cookie|expect|forwarded|host|idempotency-key|sec-.*|"
+    f"{_HOP_BY_HOP}|accept-encoding|authorization|content-length|cookie|expect|forwarded|host|idempotency-key|origin|"
+    f"referer|sec-.*|"
     f"user-agent|x-api-key|x-forwarded-.*|x-real-ip|{ROUTING_KEY}"
 )
-# `location`: redirects are not followed, and clients must not learn the upstream's address.
-_NEVER_RETURNED = re.compile(f"{_HOP_BY_HOP}|content-encoding|content-length|date|location|server|set-cookie2?")
+# `location`: redirects are not followed, and clients must not learn the upstream's address. In the last line: headers
+# that only we send, and those with which a server speaks to browsers about itself.
+_NEVER_RETURNED = re.compile(
+    f"{_HOP_BY_HOP}|content-encoding|content-length|date|location|server|set-cookie2?|"
+    "holdfast-.*|idempotent-replayed|x-request-id|x-should-retry|access-control-.*|alt-svc|strict-transport-security"
+)
+_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")  # what HTTP can carry
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._~!$&'()*+,;=:@-]+(?:/[A-Za-z0-9._~!$&'()*+,;=:@-]+)*")
+
+
+logger = logging.getLogger(__name__)
 
 
 class NotServed(UpstreamInvalid):
@@ -82,7 +94,7 @@ class Transport:
     ) -> RawResponse:
         """The response, whatever its status. Cancelling closes the connection."""
         with _translated(self._base):
-            async with self._send(method, path, body, headers or {}, query) as response:
+            async with await self._send(method, path, body, headers or {}, query) as response:
                 content = await self._read(response)
                 return RawResponse(response.status, tuple(response.headers.items()), content)
 
@@ -110,14 +122,23 @@ class Transport:
         if self._session is not None:
             await self._session.close()
 
-    def _send(
+    async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], query: str
-    ) -> Any:  # aiohttp's request context: awaitable, and an async context manager
+    ) -> aiohttp.ClientResponse:
+        """The head of the response, whose status is one that we can pass on. The caller closes it."""
         if self._session is None:
             self._session = self._new_session()
         url = self._base.with_path(self._base.path.rstrip("/") + path)
         target = URL(f"{url}?{query}", encoded=True) if query else url
-        return self._session.request(method, target, data=body, headers=headers, allow_redirects=False)
+        # Two passes of the loop: one polls the sockets, the next drops idle connections that the upstream has closed.
+        # What is sent on such a connection is lost, and must not be sent again: nobody could tell whether it was read.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        response = await self._session.request(method, target, data=body, headers=headers, allow_redirects=False)
+        if not 200 <= response.status <= 599:
+            response.close()
+            raise UpstreamInvalid(f"the upstream returned status {response.status}, which is not one of HTTP's")
+        return response
 
     def _new_session(self) -> aiohttp.ClientSession:
         always = {"accept-encoding": "identity", "user-agent": "holdfast"}
@@ -152,7 +173,7 @@ class Events:
         self._max_bytes = max_bytes
         self._pieces = response.content.iter_any()
         self._lines: deque[bytes] = deque()
-        self._rest = b""
+        self._rest = bytearray()  # of a line that has not ended yet
 
     async def next(self) -> bytes | None:
         """The data of the next event; None at the end of the stream."""
@@ -161,10 +182,14 @@ class Events:
                 piece = await anext(self._pieces, None)
             if piece is None:
                 return None
-            *lines, self._rest = (self._rest + piece).split(b"\n")
+            first, *more = piece.split(b"\n")
+            self._rest += first
             if len(self._rest) > self._max_bytes:
                 raise _too_large(self._max_bytes)
-            self._lines.extend(line[5:].strip() for line in lines if line.startswith(b"data:"))
+            if more:
+                *lines, rest = bytes(self._rest), *more
+                self._rest = bytearray(rest)
+                self._lines.extend(line[5:].strip() for line in lines if line.startswith(b"data:"))
         return self._lines.popleft()
 
     def close(self) -> None:
@@ -255,8 +280,8 @@ def _kept(headers: Iterable[tuple[str, str]], never: re.Pattern[str]) -> dict[st
     named = {part.strip().lower() for name, value in pairs if name == "connection" for part in value.split(",")}
     kept: dict[str, str] = {}
     for name, value in pairs:
-        is_latin1 = max(value, default="") <= "\xff"  # HTTP cannot carry anything else
-        if is_latin1 and name not in named and not never.fullmatch(name):
+        is_carried = _NAME.fullmatch(name) and _VALUE.fullmatch(value)
+        if is_carried and name not in named and not never.fullmatch(name):
             kept.setdefault(name, value)
     return kept
 
@@ -270,21 +295,32 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _translated(base: URL) -> Iterator[None]:
-    """The one place where aiohttp's errors become ours, most specific first."""
+    """The one place where aiohttp's errors become ours, most specific first.
+
+    Clients must not learn the upstream's address, so it is in the server log alone.
+    """
     try:
         yield
     except UpstreamError:
         raise
-    except TimeoutError as exc:
-        raise UpstreamTimeout(f"the upstream {base} did not answer in time") from exc
-    except aiohttp.ClientResponseError as exc:
-        raise UpstreamInvalid(f"the upstream {base} sent an invalid HTTP response: {exc.message}") from exc
-    except aiohttp.ClientPayloadError as exc:
-        raise UpstreamUnreachable(f"the upstream {base} closed the connection in the middle of a reply") from exc
-    except (aiohttp.ClientConnectionError, OSError) as exc:
-        raise UpstreamUnreachable(f"the connection to the upstream {base} failed: {exc or type(exc).__name__}") from exc
-    except aiohttp.ClientError as exc:
-        raise UpstreamInvalid(f"the HTTP request to the upstream {base} failed: {exc}") from exc
+    except (aiohttp.ClientError, OSError) as exc:  # TimeoutError is an OSError
+        logger.warning("request to the upstream %s failed: %s: %s", base, type(exc).__name__, exc)
+        raise _translation(exc) from exc
+
+
+def _translation(exc: Exception) -> UpstreamError:
+    match exc:
+        case TimeoutError():
+            return UpstreamTimeout("the upstream did not answer in time")
+        case aiohttp.ClientResponseError():
+            return UpstreamInvalid("the upstream sent an invalid HTTP response")
+        case aiohttp.ClientPayloadError():
+            return UpstreamUnreachable("the upstream closed the connection in the middle of a reply")
+        case aiohttp.ClientConnectorError():
+            return UpstreamUnreachable("cannot connect to the upstream")
+        case aiohttp.ClientConnectionError() | OSError():
+            return UpstreamUnreachable("the upstream closed the connection before it replied")
+    return UpstreamInvalid("the HTTP request to the upstream failed")
 
 
 def _too_large(max_bytes: int) -> UpstreamInvalid:

@@ -7,20 +7,22 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
+from holdfast.backends.fields import check_fields, parse_fields
 from holdfast.backends.transport import RawResponse, Transport, affinity, client_headers, refusal
 from holdfast.backends.upstream_sequences import UpstreamSequences
-from holdfast.backends.validation import CheckedReply, decoded
+from holdfast.backends.validation import PAYLOADS, Asked, CheckedReply, decoded
 from holdfast.config import UpstreamConfig
 from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, UpstreamInvalid
 from holdfast.generation import Sampled, SamplingParams
+from holdfast.sessions.payload import payload_shape
 from holdfast.sessions.ports import LogprobKind, ModelInfo, UpstreamReply
 
 CHAT = "/v1/chat/completions"
-NEVER_UPSTREAM = frozenset({"stream", "stream_options", "input_ids", "kv_transfer_params"})
 INLINE_BYTES = 64 << 10  # about 50 microseconds of decoding, not worth a pass of the loop
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -74,34 +76,55 @@ class UpstreamBackend(UpstreamSequences):
         self.logprob_kind = self.default_kind if config.logprob_kind == "auto" else LogprobKind(config.logprob_kind)
         self._observe = observe
         self._extra = _extra(config.upstream_extra)
+        self._forwarded = parse_fields(config.forward_fields)
+        self._row_shapes: dict[str, tuple[int, ...]] = {}  # of training payloads; the probe finds them
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    @abstractmethod
-    def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], routed_from: int) -> dict[str, Any]:
-        """The fields that we set, whatever the client sent."""
+    _check: Callable[[bytes, Asked], CheckedReply]
 
     @abstractmethod
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply: ...
+    def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], known: Mapping[str, int]) -> dict[str, Any]:
+        """The fields that we set, whatever the client sent."""
 
     @abstractmethod
     async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
         """The logprobs of the two likeliest next tokens, as the server returns them at `temperature`."""
 
+    def check_fields(self, body: Mapping[str, Any]) -> None:
+        check_fields(body, self._forwarded)
+
     async def complete(
-        self, body: Mapping[str, Any], input_ids: Sequence[int], *, session_id: str, routed_from: int = 0
+        self,
+        body: Mapping[str, Any],
+        input_ids: Sequence[int],
+        *,
+        session_id: str,
+        known: Mapping[str, int] = MappingProxyType({}),
     ) -> UpstreamReply:
         ids = list(input_ids)
-        sent = {name: value for name, value in body.items() if name not in NEVER_UPSTREAM}
+        sent = {name: value for name, value in body.items() if name in self._forwarded}
         if self.upstream_model:  # whatever name the client uses: there is only one model
             sent["model"] = self.upstream_model
-        sent |= self._chat_fields(body, ids, routed_from) | self._extra
+        sent |= self._chat_fields(body, ids, known) | self._extra
+        is_rest = self.config.routing_replay == "additional"
+        asked = Asked(
+            input_ids=ids,
+            vocab_size=self._model.vocab_size,
+            max_tokens=_max_tokens(sent),
+            payloads={name: known.get(name, 0) if is_rest else 0 for name in self.asked_payloads},
+            row_shapes=self._row_shapes,
+            keep_payloads=self.config.keep_training_payloads,
+            kind=self.logprob_kind,
+        )
         started, outcome = time.perf_counter(), "cancelled"
         try:
             answer = await self.transport.post(CHAT, sent, affinity(session_id))
             outcome = str(answer.status)
             checked = None
             if answer.status == 200:
-                checked = await self.decode_queue.decode(lambda: self._check(answer.body, ids), len(answer.body))
+                checked = await self.decode_queue.decode(lambda: self._check(answer.body, asked), len(answer.body))
+            elif answer.status < 300:
+                raise refusal(answer.status, answer.body)
         except HoldfastError as exc:
             outcome = exc.code
             raise
@@ -119,8 +142,17 @@ class UpstreamBackend(UpstreamSequences):
     @property
     def asked_payloads(self) -> frozenset[str]:
         """The training payloads that the operator's settings request, not the client."""
-        asked = {name for name in ("routed_experts", "indexer_topk") if self._extra.get(f"return_{name}")}
+        asked = {name for name in PAYLOADS if self._extra.get(f"return_{name}")}
         return frozenset(asked | ({"routed_experts"} if self.config.routing_replay != "off" else set()))
+
+    def learn_row_shapes(self, reply: UpstreamReply) -> None:
+        """All later payloads must have rows like those of this reply, so that they fit together in a sample."""
+        done = reply.completion
+        assert done is not None
+        num_rows = (done.prompt_tokens or 0) + done.completion_tokens - 1
+        for name in self.asked_payloads:
+            shape = payload_shape(reply.received[slice(*getattr(done, name))])
+            self._row_shapes[name] = shape[1:] or (shape[0] // num_rows,)
 
     async def prepare(self) -> None:
         """Ask the server which model it serves; see `probe`."""
@@ -170,9 +202,7 @@ async def probe(backend: UpstreamBackend) -> ProbeReport:
     reply = await backend.complete(request, prompt, session_id="holdfast-probe")
     if reply.completion is None:
         raise refusal(reply.status, reply.received)
-    num_read = reply.completion.prompt_tokens
-    if num_read not in (None, len(prompt)):
-        raise UpstreamInvalid(f"the upstream ignores our token ids: {len(prompt)} were sent, but it read {num_read}")
+    backend.learn_row_shapes(reply)
     found, setting = await _found_kind(backend, prompt), backend.config.logprob_kind
     if setting not in ("auto", "unknown", found) and found is not LogprobKind.UNKNOWN:
         raise ConfigError(f"logprob_kind is {setting}, but the upstream returns {found} logprobs; use auto or {found}")
@@ -285,6 +315,12 @@ def upstream_model_info(
         max_pin=context,
         context=context,
     )
+
+
+def _max_tokens(request: Mapping[str, Any]) -> int | None:
+    """The most tokens that the request allows. If it has both limits, servers differ in which one counts."""
+    limits = [request.get(name) for name in ("max_tokens", "max_completion_tokens")]
+    return max((limit for limit in limits if type(limit) is int), default=None)
 
 
 def _extra(text: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from holdfast.backends.transport import Events, affinity
+from holdfast.backends.validation import check_limit
 from holdfast.errors import (
     CapacityExhausted,
     InvalidArgument,
@@ -21,6 +22,7 @@ from holdfast.errors import (
     SessionNotFound,
     SnapshotMismatch,
     UpstreamError,
+    UpstreamInvalid,
     UpstreamUnreachable,
 )
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
@@ -208,7 +210,7 @@ class UpstreamStream:
             prompt = [*self._sequence.tokens, *self._tokens]
             self._source, self._reader = await self._opening(prompt)
             piece = await self._next()
-            while piece is not None and not piece.sampled and not piece.finish:
+            while piece is not None and not piece.sampled:
                 piece = await self._next()
         except BaseException:
             self._end()
@@ -260,8 +262,15 @@ class UpstreamStream:
             if self._is_cancelled:
                 return None
             raise
-        if piece is None and self._finish is None and not self._is_cancelled:
-            raise UpstreamUnreachable("the upstream closed the stream before the generation was finished")
+        if piece is None:
+            if self._finish is None and not self._is_cancelled:
+                raise UpstreamUnreachable("the upstream closed the stream before the generation was finished")
+            return None
+        if piece.sampled and self._finish is not None:
+            raise UpstreamInvalid("the upstream sent tokens after the end of the generation")
+        if piece.finish and not (piece.sampled or self._num_sampled):
+            raise UpstreamInvalid("the upstream returned no tokens")
+        check_limit(self._num_sampled + len(piece.sampled), self._params.max_tokens)
         return piece
 
     def _take(self, piece: StreamPiece | None) -> None:

@@ -5,8 +5,8 @@ Typed decoding skips every field that is not named here, so checking costs littl
 
 import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,10 +14,12 @@ import numpy as np
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from holdfast.errors import UpstreamAborted, UpstreamInvalid
+from holdfast.sessions.payload import payload_shape
 from holdfast.sessions.ports import LogprobKind, UpstreamCompletion
-from holdfast.sessions.record import ByteRange, members_at, place_of, without
+from holdfast.sessions.record import ByteRange, may_overflow, members_at, place_of, without
 
 PAYLOADS = ("routed_experts", "indexer_topk")
+FINISHED = frozenset({"stop", "length", "tool_calls", "repetition"})  # what ends a generation whose tokens are whole
 MAX_DEPTH = 100
 ROUNDING = 1e-4  # how far above 0 the logprob of a certain token may be rounded
 
@@ -25,6 +27,20 @@ _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a chat reply must fit. `payloads`: those that we requested (not the client), each with the number of
+    positions that it may leave out; `row_shapes`: the shape of their rows, where it is known."""
+
+    input_ids: Sequence[int]
+    vocab_size: int
+    max_tokens: int | None = None
+    payloads: Mapping[str, int] = field(default_factory=dict)
+    row_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    keep_payloads: bool = False
+    kind: LogprobKind = LogprobKind.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +58,46 @@ class Entry(Struct, array_like=True):
     token: int
 
 
+class Usage(Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
 class _Payloads(Struct):
     routed_experts: Raw | UnsetType = UNSET
     indexer_topk: Raw | UnsetType = UNSET
 
 
+class Finish(Struct):
+    type: str
+    matched: Any = None
+    message: Any = None
+
+
 class _Meta(_Payloads, kw_only=True):
     output_token_logprobs: list[Entry]
     completion_tokens: int
-    prompt_tokens: Any = None
+    prompt_tokens: int | None = None
+    finish_reason: Finish | None = None
     weight_version: Any = None
 
 
-class _SGLangChoice(Struct):
+class _Choice(_Payloads, kw_only=True):
     message: dict[str, Any]
     finish_reason: str
+    prompt_token_ids: list[int] | None = None
+
+
+class _SGLangChoice(_Choice, kw_only=True):
     meta_info: _Meta
+    token_ids: list[int] | None = None
 
 
 class _SGLangReply(Struct):
     choices: list[_SGLangChoice]
     sglext: _Payloads | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class _VLLMToken(Struct):
@@ -74,16 +109,13 @@ class _VLLMLogprobs(Struct):
     content: list[_VLLMToken]
 
 
-class _VLLMUsage(Struct):
+class _VLLMUsage(Usage, kw_only=True):
     completion_tokens: int
 
 
-class _VLLMChoice(Struct):
-    message: dict[str, Any]
-    finish_reason: str
+class _VLLMChoice(_Choice, kw_only=True):
     token_ids: list[int]
     logprobs: _VLLMLogprobs
-    routed_experts: Raw | UnsetType = UNSET
 
 
 class _VLLMReply(Struct):
@@ -100,81 +132,112 @@ class _Endings(Struct):
     choices: list[_Ending]
 
 
-def check_sglang(
-    body: bytes,
-    *,
-    vocab_size: int,
-    asked: Collection[str] = (),
-    keep_payloads: bool = False,
-    kind: LogprobKind = LogprobKind.UNKNOWN,
-) -> CheckedReply:
-    """`asked` are the payloads that we requested, not the client."""
+def check_sglang(body: bytes, asked: Asked) -> CheckedReply:
     reply = _decoded(body, _SGLANG)
     choice = _only(reply.choices)
-    meta = choice.meta_info
-    _not_aborted(choice.finish_reason)
-    places: list[_Payloads] = [meta, *([reply.sglext] if reply.sglext else [])]
-    found = {name: [raw for place in places if (raw := getattr(place, name)) is not UNSET] for name in asked}
+    meta, usage = choice.meta_info, reply.usage or Usage()
+    tokens = tuple(entry.token for entry in meta.output_token_logprobs)
+    check_finish(choice.finish_reason)
+    if meta.finish_reason is not None:
+        check_finish(meta.finish_reason.type)
+        if choice.finish_reason not in (meta.finish_reason.type, "tool_calls"):
+            raise UpstreamInvalid(
+                f"finish_reason is {choice.finish_reason}, but {meta.finish_reason.type} in meta_info"
+            )
+    echoes = (reply.prompt_token_ids, choice.prompt_token_ids)
+    check_prompt(asked.input_ids, echoes=echoes, counts=(meta.prompt_tokens, usage.prompt_tokens))
+    check_count(len(tokens), meta.completion_tokens, usage.completion_tokens)
+    if choice.token_ids not in (None, list(tokens)):
+        raise UpstreamInvalid("token_ids are not the tokens of output_token_logprobs")
+    return _checked(
+        body,
+        asked,
+        choice,
+        [meta, *([reply.sglext] if reply.sglext else [])],
+        tokens=tokens,
+        logprobs=tuple(entry.logprob for entry in meta.output_token_logprobs),
+        weight_version=None if meta.weight_version is None else str(meta.weight_version),
+    )
+
+
+def check_vllm(body: bytes, asked: Asked) -> CheckedReply:
+    """As `check_sglang`; the reply must name its prompt, because vLLM may silently render its own."""
+    reply = _decoded(body, _VLLM)
+    choice = _only(reply.choices)
+    tokens, content = tuple(choice.token_ids), choice.logprobs.content
+    check_finish(choice.finish_reason)
+    echoes = (reply.prompt_token_ids, choice.prompt_token_ids)
+    check_prompt(asked.input_ids, echoes=echoes, counts=(reply.usage.prompt_tokens,))
+    check_count(len(tokens), reply.usage.completion_tokens)
+    check_names(tokens, [entry.token for entry in content])
+    return _checked(body, asked, choice, [choice], tokens=tokens, logprobs=tuple(entry.logprob for entry in content))
+
+
+def _checked(
+    body: bytes,
+    asked: Asked,
+    choice: _Choice,
+    places: Sequence[_Payloads],
+    *,
+    tokens: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    weight_version: str | None = None,
+) -> CheckedReply:
+    """What the formats have in common. `places`: where payloads may be; the first one that has it counts."""
+    found = {name: [raw for place in places if isinstance(raw := getattr(place, name), Raw)] for name in asked.payloads}
     members = members_at(body, [place_of(raw, body) for raws in found.values() for raw in raws])
     client_body = without(body, members)
     _check_depth(client_body)
-    tokens = tuple(entry.token for entry in meta.output_token_logprobs)
-    logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
-    check_sampled(tokens, logprobs, vocab_size)
-    _check_count(meta.completion_tokens, len(tokens))
+    if may_overflow(client_body):
+        decoded(client_body, _ANY)
+    check_sampled(tokens, logprobs, asked.vocab_size)
+    if not tokens:
+        raise UpstreamInvalid("the upstream returned no tokens")
+    check_limit(len(tokens), asked.max_tokens)
     completion = UpstreamCompletion(
         token_ids=tokens,
         logprobs=logprobs,
         message=_message(choice.message),
         finish_reason=choice.finish_reason,
-        prompt_tokens=meta.prompt_tokens if type(meta.prompt_tokens) is int else None,
+        prompt_tokens=len(asked.input_ids),
         completion_tokens=len(tokens),
-        weight_version=None if meta.weight_version is None else str(meta.weight_version),
-        logprob_kind=kind,
-        cut=() if keep_payloads else members,
-        **{name: _payload(name, raws, body) for name, raws in found.items()},
+        weight_version=weight_version,
+        logprob_kind=asked.kind,
+        cut=() if asked.keep_payloads else members,
+        **{name: _payload(name, raws, body, asked, len(tokens)) for name, raws in found.items()},
     )
-    return CheckedReply(completion, body if keep_payloads else client_body)
+    return CheckedReply(completion, body if asked.keep_payloads else client_body)
 
 
-def check_vllm(
-    body: bytes,
-    *,
-    input_ids: Sequence[int],
-    vocab_size: int,
-    asked: Collection[str] = (),
-    keep_payloads: bool = False,
-    kind: LogprobKind = LogprobKind.UNKNOWN,
-) -> CheckedReply:
-    """As `check_sglang`; the prompt must be the one that was sent, because vLLM may silently render its own."""
-    reply = _decoded(body, _VLLM)
-    choice = _only(reply.choices)
-    _not_aborted(choice.finish_reason)
-    has_routing = "routed_experts" in asked and choice.routed_experts is not UNSET
-    raws = [choice.routed_experts] if has_routing and isinstance(choice.routed_experts, Raw) else []
-    members = members_at(body, [place_of(raw, body) for raw in raws])
-    client_body = without(body, members)
-    _check_depth(client_body)
-    if reply.prompt_token_ids != list(input_ids):
+def check_prompt(
+    input_ids: Sequence[int], *, echoes: Sequence[Sequence[int] | None] = (), counts: Sequence[int | None] = ()
+) -> None:
+    """Whatever a reply says about its prompt must be true of the one that was sent; None: it says nothing."""
+    if any(echo is not None and list(echo) != list(input_ids) for echo in echoes):
         raise UpstreamInvalid("prompt_token_ids are not the ones that were sent")
-    tokens = tuple(choice.token_ids)
-    content = choice.logprobs.content
-    logprobs = tuple(entry.logprob for entry in content)
-    check_sampled(tokens, logprobs, vocab_size)
-    _check_count(reply.usage.completion_tokens, len(tokens))
-    check_names(tokens, [entry.token for entry in content])
-    completion = UpstreamCompletion(
-        token_ids=tokens,
-        logprobs=logprobs,
-        message=_message(choice.message),
-        finish_reason=choice.finish_reason,
-        prompt_tokens=len(reply.prompt_token_ids),
-        completion_tokens=len(tokens),
-        routed_experts=_payload("routed_experts", raws, body),
-        cut=() if keep_payloads else members,
-        logprob_kind=kind,
-    )
-    return CheckedReply(completion, body if keep_payloads else client_body)
+    for count in counts:
+        if count not in (None, len(input_ids)):
+            raise UpstreamInvalid(
+                f"the upstream ignores our token ids: {len(input_ids)} were sent, but it read {count}"
+            )
+
+
+def check_finish(finish_reason: Any) -> None:
+    if finish_reason == "abort":
+        raise UpstreamAborted("the upstream aborted the generation")
+    if finish_reason not in FINISHED:
+        raise UpstreamInvalid(f"the upstream's finish_reason must be one of {', '.join(sorted(FINISHED))}")
+
+
+def check_count(num_sampled: int, *counts: int | None) -> None:
+    for count in counts:
+        if count not in (None, num_sampled):
+            raise UpstreamInvalid(f"completion_tokens is {count}, but there are {num_sampled} tokens")
+
+
+def check_limit(num_sampled: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and num_sampled > max_tokens:
+        raise UpstreamInvalid(f"the upstream sampled {num_sampled} tokens, but at most {max_tokens} were requested")
 
 
 def check_sampled(tokens: Sequence[int], logprobs: Sequence[float], vocab_size: int) -> None:
@@ -215,7 +278,7 @@ def decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 _SGLANG = msgspec.json.Decoder(_SGLangReply)
 _VLLM = msgspec.json.Decoder(_VLLMReply)
 _ENDINGS = msgspec.json.Decoder(_Endings)
-_TEXT = msgspec.json.Decoder(str)
+_ANY = msgspec.json.Decoder()
 
 
 def _decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
@@ -227,8 +290,8 @@ def _decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
             endings = decoded(body, _ENDINGS).choices
         except UpstreamInvalid:
             raise exc from exc.__cause__
-        for ending in endings:
-            _not_aborted(ending.finish_reason)
+        if any(ending.finish_reason == "abort" for ending in endings):
+            check_finish("abort")
         raise
 
 
@@ -238,43 +301,46 @@ def _only(choices: list[T]) -> T:
     return choices[0]
 
 
-def _not_aborted(finish_reason: Any) -> None:
-    if finish_reason == "abort":
-        raise UpstreamAborted("the upstream aborted the generation")
-
-
-def _check_count(count: int, num_sampled: int) -> None:
-    if count != num_sampled:
-        raise UpstreamInvalid(f"completion_tokens is {count}, but there are {num_sampled} tokens")
-
-
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") != "assistant":
-        raise UpstreamInvalid(f"the message's role must be 'assistant', got {message.get('role')!r}")
+        raise UpstreamInvalid("the message's role must be assistant")
     content = message.get("content")
     if not isinstance(content, str | None):
-        raise UpstreamInvalid(f"the message's content must be a string or null, got {type(content).__name__}")
+        raise UpstreamInvalid("the message's content must be a string or null")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UpstreamInvalid("the message's tool_calls must be a list of objects")
     return {**message, "content": content or ""}
 
 
-def _payload(name: str, raws: Sequence[Raw], body: bytes) -> ByteRange | None:
-    """The first place that has the payload."""
+def _payload(name: str, raws: Sequence[Raw], body: bytes, asked: Asked, num_sampled: int) -> ByteRange:
+    """The first place that has the payload, which must have one row for each position that was computed."""
     for raw in raws:
         start, end = place = place_of(raw, body)
-        match body[start : start + 1]:
-            case b"[":
-                return place
-            case b'"':
-                if body.find(b"\\", start, end) >= 0:  # rare: most payloads are base64, without escapes to check
-                    decoded(body[start:end], _TEXT)
-                return place
-            case b"n":
-                continue
-        raise UpstreamInvalid(f"{name} must be a string or a list")
-    return None
+        if body[start : start + 1] == b"n":  # null
+            continue
+        if body[start : start + 1] not in (b"[", b'"'):
+            raise UpstreamInvalid(f"{name} must be a string or a list")
+        try:
+            shape = payload_shape(body[start:end])
+        except ValueError as exc:
+            raise UpstreamInvalid(f"{name} {exc}") from exc
+        _check_rows(name, shape, asked, len(asked.input_ids) + num_sampled - 1)
+        return place
+    raise UpstreamInvalid(f"the upstream did not return {name}, which was requested")
+
+
+def _check_rows(name: str, shape: tuple[int, ...], asked: Asked, num_positions: int) -> None:
+    num_asked, row_shape = num_positions - asked.payloads[name], asked.row_shapes.get(name)
+    if len(shape) == 1:  # without a shape of its own: so many values to a row as the model has, else as fit
+        width = math.prod(row_shape) if row_shape else max(1, shape[0] // max(1, num_asked))
+        num_rows, rest = divmod(shape[0], width)
+        is_whole = not rest
+    else:
+        num_rows, is_whole = shape[0] if shape else 0, shape[1:] == (row_shape or shape[1:])
+    if not is_whole or not math.prod(shape) or num_rows not in (num_asked, num_positions):
+        of = f" of shape {list(row_shape)}" if row_shape else ""
+        raise UpstreamInvalid(f"{name} has the shape {list(shape)}, which does not make {num_asked} rows{of}")
 
 
 def _check_depth(text: bytes) -> None:

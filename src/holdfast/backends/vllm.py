@@ -10,8 +10,16 @@ from msgspec import Struct
 from holdfast.backends.transport import NotServed
 from holdfast.backends.upstream import TopLogprobs, UpstreamBackend, read_event, sampling_fields, with_logprobs
 from holdfast.backends.upstream_sequences import Opened, StreamPiece
-from holdfast.backends.validation import CheckedReply, check_names, check_sampled, check_vllm
-from holdfast.errors import UpstreamAborted, UpstreamInvalid
+from holdfast.backends.validation import (
+    Usage,
+    check_count,
+    check_finish,
+    check_names,
+    check_prompt,
+    check_sampled,
+    check_vllm,
+)
+from holdfast.errors import UpstreamInvalid
 from holdfast.generation import SamplingParams
 from holdfast.sessions.ports import LogprobKind
 
@@ -23,10 +31,11 @@ _MAX_DIGITS = 10
 
 class VLLMBackend(UpstreamBackend):
     default_kind = LogprobKind.RAW
+    _check = staticmethod(check_vllm)
 
     has_generate = True  # until the server says otherwise
 
-    def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], routed_from: int) -> dict[str, Any]:
+    def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], known: Mapping[str, int]) -> dict[str, Any]:
         return {
             "kv_transfer_params": {"prompt_token_ids": input_ids},
             "return_token_ids": True,
@@ -34,16 +43,6 @@ class VLLMBackend(UpstreamBackend):
             "logprobs": True,
             "top_logprobs": body.get("top_logprobs") or 0,
         }
-
-    def _check(self, body: bytes, input_ids: Sequence[int]) -> CheckedReply:
-        return check_vllm(
-            body,
-            input_ids=input_ids,
-            vocab_size=self._model.vocab_size,
-            asked=self.asked_payloads,
-            keep_payloads=self.config.keep_training_payloads,
-            kind=self.logprob_kind,
-        )
 
     async def _open_stream(self, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]) -> Opened:
         streamed = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
@@ -125,14 +124,14 @@ class _Details(Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(Struct):
+class _StreamUsage(Usage, kw_only=True):
     completion_tokens: int
     prompt_tokens_details: _Details | None = None
 
 
 class _Chunk(Struct):
     prompt_token_ids: list[int] | None = None
-    usage: _Usage | None = None
+    usage: _StreamUsage | None = None
 
 
 class _GenerateChunk(_Chunk, kw_only=True):
@@ -152,7 +151,8 @@ class VLLMReader:
 
     def __init__(self, *, vocab_size: int, prompt: Sequence[int], num_top: int, has_generate: bool) -> None:
         self._vocab_size = vocab_size
-        self._prompt: list[int] | None = list(prompt)  # until the upstream has confirmed that it read this
+        self._prompt = prompt
+        self._is_confirmed = False  # that the upstream read this prompt
         self._num_top = num_top
         self._decoder = _GENERATE_CHUNK if has_generate else _COMPLETION_CHUNK
         self._num_seen = 0
@@ -165,20 +165,17 @@ class VLLMReader:
         self._num_seen += len(piece.sampled)
         if chunk.usage is None:
             return piece
-        if chunk.usage.completion_tokens != self._num_seen:
-            raise UpstreamInvalid(
-                f"completion_tokens is {chunk.usage.completion_tokens}, but there are {self._num_seen} tokens"
-            )
+        check_prompt(self._prompt, counts=(chunk.usage.prompt_tokens,))
+        check_count(self._num_seen, chunk.usage.completion_tokens)
         details = chunk.usage.prompt_tokens_details
         return replace(piece, num_cached=details.cached_tokens or 0 if details else 0)
 
     def _choice(self, chunk: _Chunk, choice: _GenerateChoice | _CompletionChoice) -> StreamPiece:
-        if choice.finish_reason == "abort":
-            raise UpstreamAborted("the upstream aborted the generation")
-        prompt = chunk.prompt_token_ids or choice.prompt_token_ids
-        if self._prompt is not None and prompt != self._prompt:
-            raise UpstreamInvalid("prompt_token_ids are not the ones that were sent")
-        self._prompt = None
+        if choice.finish_reason is not None:
+            check_finish(choice.finish_reason)
+        told = [ids for ids in (chunk.prompt_token_ids, choice.prompt_token_ids) if ids]
+        check_prompt(self._prompt, echoes=told if self._is_confirmed else told or [[]])
+        self._is_confirmed = True
         tokens = choice.token_ids or []
         logprobs, tops = self._logprobs(tokens, choice.logprobs)
         check_sampled(tokens, logprobs, self._vocab_size)

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.bench.machine import own_cpu_s
 from holdfast.bench.processes import Child, ProcessFailed, obey
 from holdfast.bench.report import Results
-from holdfast.bench.upstreams import JSON_HEADER, TEXT, Script, first_message
+from holdfast.bench.upstreams import JSON_HEADER, TEXT, TYPICAL_ROWS, Script, first_message
 
 QUESTION = " sea" * 64  # 64 tokens of the default model
 _TIMEOUT_S = 30.0
@@ -153,7 +153,7 @@ def record_problem(records: list[dict[str, Any]], token_ids: list[int], script: 
     """What is wrong with the record of one chat, payload included; empty if nothing is."""
     if len(records) != 1:
         return f"there are {len(records)} records of one turn"
-    if records[0]["response"] != json.loads(script.reply()):
+    if records[0]["response"] != json.loads(script.reply(len(token_ids) - 1)):
         return "the record is not what the upstream sent"
     if token_ids[-script.num_tokens :] != script.token_ids:
         return "the recorded token ids are not the sampled ones"
@@ -175,7 +175,7 @@ def body_of(turn: int) -> bytes:
     """The request of a session's turn, counted from 0: the whole conversation so far, as clients send it."""
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": TEXT}
     messages = [question, answer] * turn + [question]
-    return msgspec.json.encode({"model": "bench", "messages": messages, "max_tokens": 64, "temperature": 1.0})
+    return msgspec.json.encode({"model": "bench", "messages": messages, "max_tokens": 1 << 20, "temperature": 1.0})
 
 
 class _Load:
@@ -183,7 +183,7 @@ class _Load:
         self._plan = plan
         self._result = LoadResult()
         self._bodies = [body_of(turn) for turn in range(plan.num_turns)]
-        self._expected = plan.script.reply(with_payload=plan.is_straight)
+        self._expected = plan.script.reply(TYPICAL_ROWS if plan.is_straight else 0)
 
     async def run(self) -> LoadResult:
         started, used_s = time.perf_counter(), own_cpu_s()

@@ -86,7 +86,8 @@ def _targets(settings: OverheadSettings) -> Iterator[tuple[dict[Way, _Target], l
             pids.append(upstream.pid)
             if script is small:
                 targets["straight"] = _Target(url.removeprefix("http://"), script, upstream.pid)
-            flags = [settings.model, "--backend", "sglang", "--upstream", url, "--routing-replay", "full"]
+            flags = [settings.model, "--backend", "sglang", "--upstream", url]
+            flags += ["--routing-replay", "additional"] if script is large else []
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-overhead-"))
             for way, more in ((plain, []), (journaled, ["--data-dir", folder])):
                 server = ServerProcess(*flags, *more)

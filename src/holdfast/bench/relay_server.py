@@ -118,7 +118,7 @@ async def _main(upstream_url: str, mode: Mode, model_name: str) -> None:
         name=source.name, vocab_size=source.architecture.vocab_size, eos_token_ids=source.eos_token_ids
     )
     metrics = Metrics()
-    config = UpstreamConfig(upstream=upstream_url, routing_replay="full")
+    config = UpstreamConfig(upstream=upstream_url, routing_replay="additional")
     backend = SGLangBackend(config, model, observe=metrics.observe_upstream)
     backend.decode_queue = queue = _queue(mode)
     clock = StageClock()

@@ -5,9 +5,10 @@ The HTTP of the first one, like that of `load.py`, is raw bytes on a socket, so 
 
 import asyncio
 import base64
+import functools
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from holdfast.testing.fake_upstream import FakeModel, Fault, Json
 MODEL = "canned"
 TEXT = "The tide comes in twice a day, and whatever holds fast is still there when it leaves."
 JSON_HEADER = "content-type: application/json\r\n"
+TYPICAL_ROWS = 140  # positions that a turn computes: a question, its frame and the reply
 LARGE_BYTES = 100_000  # more than the journal stores in its database
 _LARGE_EVERY = 8
 
@@ -46,14 +48,14 @@ class Script:
     """The reply to every chat."""
 
     num_tokens: int = 64
-    payload_bytes: int = 0  # of routed experts, as base64 text; 0: none
+    payload_bytes: int = 0  # of routed experts for a typical turn, as base64 text; 0: none
 
     @property
     def token_ids(self) -> list[int]:
         return [1000 + index for index in range(self.num_tokens)]
 
-    def reply(self, *, with_payload: bool = True) -> bytes:
-        """The body of a reply. A client of ours gets it without the payload."""
+    def reply(self, num_rows: int = 0) -> bytes:
+        """The body of a reply, with so many rows of payload. A client of ours gets it without."""
         meta = {
             "id": "canned-1",
             "finish_reason": {"type": "length", "length": self.num_tokens},
@@ -64,9 +66,10 @@ class Script:
                 [-0.0625 * (index % 32), token, None] for index, token in enumerate(self.token_ids)
             ],
         }
-        if with_payload and self.payload_bytes:
+        if num_rows and self.payload_bytes:
             # Expert numbers as a model with 128 experts has them: int32, most bits zero.
-            routing = np.random.default_rng(0).integers(0, 128, self.payload_bytes * 3 // 16, dtype=np.int32)
+            shape = num_rows, max(1, self.payload_bytes * 3 // 16 // TYPICAL_ROWS)
+            routing = np.random.default_rng(0).integers(0, 128, shape, dtype=np.int32)
             meta["routed_experts"] = base64.b64encode(routing.tobytes()).decode()
         choice = {
             "index": 0,
@@ -76,25 +79,37 @@ class Script:
             "matched_stop": None,
             "meta_info": meta,
         }
-        usage = {"prompt_tokens": 64, "completion_tokens": self.num_tokens, "total_tokens": 64 + self.num_tokens}
+        usage = {"completion_tokens": self.num_tokens}
         head = {"id": "canned-1", "object": "chat.completion", "created": 1, "model": MODEL}
         return msgspec.json.encode(head | {"choices": [choice], "usage": usage})
 
+    def response_to(self, request: bytes) -> bytes:
+        """The HTTP response to a chat, with a row for each position that it asks for. The probe asks for one token."""
+        script = replace(self, num_tokens=1) if b'"max_tokens":1,' in request else self
+        ids = request.partition(b'"input_ids":[')[2].partition(b"]")[0]
+        start = request.partition(b'"routed_experts_start_len":')[2].partition(b",")[0].rstrip(b"}") or b"0"
+        return _canned(script, ids.count(b",") + script.num_tokens - int(start) if ids else TYPICAL_ROWS)
+
     def responses(self) -> dict[bytes, bytes]:
-        """Whole HTTP responses by path."""
+        """Whole HTTP responses by path, but for chats."""
         card = {"id": MODEL, "object": "model", "max_model_len": 1 << 20}
         top_two = {"text": "", "meta_info": {"output_top_logprobs": [[[-0.5, 1, None], [-1.5, 2, None]]]}}
         return {
-            b"/v1/chat/completions": response(self.reply()),
             b"/v1/models": response(msgspec.json.encode({"object": "list", "data": [card]})),
             b"/generate": response(msgspec.json.encode(top_two)),
         }
 
 
+@functools.cache
+def _canned(script: Script, num_rows: int) -> bytes:
+    return response(script.reply(num_rows))
+
+
 class _CannedConnection(asyncio.Protocol):
     """Answers each request with a response that is ready: one write."""
 
-    def __init__(self, responses: dict[bytes, bytes]) -> None:
+    def __init__(self, script: Script, responses: dict[bytes, bytes]) -> None:
+        self._script = script
         self._responses = responses
         self._buffer = bytearray()
 
@@ -106,8 +121,12 @@ class _CannedConnection(asyncio.Protocol):
         self._buffer += data
         while (found := first_message(self._buffer)) is not None:
             path = bytes(self._buffer[: self._buffer.index(b" HTTP/")]).partition(b" ")[2]
+            body = bytes(self._buffer[slice(*found)])
             del self._buffer[: found[1]]
-            self._transport.write(self._responses.get(path) or response(b"{}", "404 Not Found"))
+            if path == b"/v1/chat/completions":
+                self._transport.write(self._script.response_to(body))
+            else:
+                self._transport.write(self._responses.get(path) or response(b"{}", "404 Not Found"))
 
 
 class PromptedUpstream(FakeSGLang):
@@ -139,7 +158,9 @@ async def _cpu_s(line: bytes) -> float:
 
 async def _serve_canned(script: Script) -> None:
     responses = script.responses()
-    server = await asyncio.get_running_loop().create_server(lambda: _CannedConnection(responses), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: _CannedConnection(script, responses), "127.0.0.1", 0
+    )
     async with server:
         host, port = server.sockets[0].getsockname()
         await obey(f"http://{host}:{port}", _cpu_s)

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 
 from holdfast.chat.messages import Message, read_messages
 from holdfast.chats.events import TurnResponse
+from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatTurn, TurnResult, TurnSource, kept_request
 from holdfast.errors import InvalidArgument, UpstreamInvalid
 from holdfast.generation import RECORDED_FIELDS, Sampled
@@ -27,7 +28,7 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
             body,
             prepared.parent.ids() + prepared.prompt.ids,
             session_id=turn.trajectory.session_id,
-            routed_from=max(0, prepared.parent.end - 1),
+            known=_known_rows(prepared.parent),
         )
         completion = reply.completion
         if completion is None:
@@ -57,6 +58,12 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
         )
 
     return relay_reply
+
+
+def _known_rows(parent: Node) -> dict[str, int]:
+    """For each training payload, the positions of which the turns up to `parent` have it on record."""
+    names = ("routed_experts", "indexer_topk")
+    return {n: node.end - 1 for node in parent.path() for n in names if getattr(node.turn.facts, n) is not None}
 
 
 def _message(completion: UpstreamCompletion) -> Message:

@@ -160,11 +160,14 @@ class UpstreamReply:
 class ChatUpstream(Protocol):
     """A chat server that takes token ids for the prompt and tells the ids that it sampled."""
 
+    def check_fields(self, body: Mapping[str, Any]) -> None:
+        """Raises InvalidArgument for a field that clients may not send to this upstream."""
+
     async def complete(
-        self, body: Mapping[str, Any], input_ids: Sequence[int], *, session_id: str, routed_from: int = 0
+        self, body: Mapping[str, Any], input_ids: Sequence[int], *, session_id: str, known: Mapping[str, int]
     ) -> UpstreamReply:
         """One reply to the client's request `body`, with `input_ids` as its prompt whatever the messages say.
 
-        Raises UpstreamError where there is none that may be used. `routed_from` is how many positions have
-        their routed experts on record already. Cancelling closes the upstream request.
+        Raises UpstreamError where there is none that may be used. `known`: for each training payload, how many
+        positions have theirs on record already. Cancelling closes the upstream request.
         """

@@ -126,6 +126,21 @@ def _unpacked(values: "array[N]", data: bytes) -> "array[N]":
     return values
 
 
+# Numbers in a JSON text
+
+_DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
+_LARGE = (b"0" * 309, b"0e00", b"0e+00")
+
+
+def may_overflow(text: bytes) -> bool:
+    """Whether a number in `text` may be out of range for JSON decoders; False is certain, and costs little to learn.
+
+    Typed decoding does not check the numbers of members that it skips.
+    """
+    digits = text.translate(_DIGITS)
+    return any(large in digits for large in _LARGE)
+
+
 # Members of a JSON text by their ranges: cut out while every other byte stays as it is, nothing is parsed again
 
 _SPACE = b" \t\r\n"

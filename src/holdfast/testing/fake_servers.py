@@ -43,10 +43,10 @@ class FakeSGLang(FakeUpstream):
         meta = _sglang_meta(prompt, drawn) | {"finish_reason": finish}
         extension = {}
         if request.get("return_routed_experts") and self.routed_experts is not None:
-            meta["routed_experts"] = self.routed_experts
-            extension = {"sglext": {"routed_experts": self.routed_experts}}
+            meta["routed_experts"] = self._experts(len(prompt) + len(drawn) - 1 - start)
+            extension = {"sglext": {"routed_experts": meta["routed_experts"]}}
         if request.get("return_indexer_topk"):
-            meta["indexer_topk"] = [[1, 2], [3, 4]]
+            meta["indexer_topk"] = [[1, 2]] * (len(prompt) + len(drawn) - 1)
         choice = {
             "index": 0,
             "message": {
@@ -150,7 +150,7 @@ class FakeVLLM(FakeUpstream):
             "finish_reason": _vllm_finish(drawn, max_tokens),
             "stop_reason": None,
             "token_ids": [d.token for d in drawn],
-            "routed_experts": self.routed_experts,
+            "routed_experts": self._experts(len(prompt) + len(drawn) - 1),
         }
         about = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": self.model.name}
         rest = {"choices": [choice], "usage": _usage(prompt, drawn), "prompt_token_ids": prompt}

@@ -9,6 +9,7 @@ we must set, and misbehave when told to:
 """
 
 import asyncio
+import base64
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -112,8 +113,16 @@ def need(condition: object, why: str) -> None:
         raise FakeRefusal(why)
 
 
+def flat_rows(num_rows: int, width: int = 6) -> str:
+    """Routed experts as SGLang sends them."""
+    return base64.b64encode(np.arange(num_rows * width, dtype=np.int32).tobytes()).decode()
+
+
 class FakeUpstream(ABC):
-    """A server on a free port of 127.0.0.1, for as long as the context lasts."""
+    """A server on a free port of 127.0.0.1, for as long as the context lasts.
+
+    `routed_experts`: what it sends where they are requested, or a function from the number of rows to that.
+    """
 
     def __init__(
         self, model: FakeModel | None = None, *, key: str = "", delay_s: float = 0.0, routed_experts: Any = None
@@ -189,6 +198,9 @@ class FakeUpstream(ABC):
 
     def _text(self, drawn: Sequence[DrawnToken]) -> str:
         return self.model.decode([d.token for d in drawn if d.token != self.model.eos_token_id])
+
+    def _experts(self, num_rows: int) -> Any:
+        return self.routed_experts(num_rows) if callable(self.routed_experts) else self.routed_experts
 
     def _check_prompt(self, ids: Any) -> list[int]:
         need(isinstance(ids, list) and ids, "the prompt must be a list of token ids")

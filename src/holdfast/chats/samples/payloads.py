@@ -1,15 +1,11 @@
 """Routed experts and indexer choices as upstreams send them, merged for a whole branch.
 
 A turn's payload has one row for each position that was computed: all of the turn's context up to, not including,
-its last token (`full`), or only those that its ancestors do not have (`additional`). Text is a nested JSON list, or
-base64 of a .npy file (vLLM), or base64 of int32 without a shape (SGLang).
+its last token (`full`), or only those that its ancestors do not have (`additional`).
 """
 
-import base64
-import io
-import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,11 +14,9 @@ from numpy.typing import NDArray
 from holdfast.chats.samples.sample import Rows
 from holdfast.chats.tree import Node
 from holdfast.errors import SamplesUnusable
+from holdfast.sessions.payload import payload_values
 
 Field = Literal["routed_experts", "indexer_topk"]
-_NPY = b"\x93NUMPY"
-_INT32 = np.iinfo(np.int32)
-
 
 ResponseOf = Callable[[Node], bytes]
 
@@ -115,24 +109,9 @@ def _shaped(
 
 def _values(text: str, node: Node, field: Field) -> NDArray[np.int32]:
     try:
-        values = _decoded(text)
-    except (ValueError, RecursionError, EOFError) as exc:
-        raise _unusable(node, field, f"cannot be read: {exc}") from exc
-    if values.size and not np.issubdtype(values.dtype, np.integer):
-        raise _unusable(node, field, f"holds {values.dtype}, not integers")
-    if values.size and not (_INT32.min <= values.min() and values.max() <= _INT32.max):
-        raise _unusable(node, field, "holds numbers beyond 32 bits")
-    return values.astype(np.int32)
-
-
-def _decoded(text: str) -> NDArray[Any]:
-    if text.startswith("["):
-        return np.asarray(json.loads(text))
-    raw = base64.b64decode(text, validate=True)
-    if raw.startswith(_NPY):
-        loaded: NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
-        return loaded
-    return np.frombuffer(raw, "<i4")
+        return payload_values(text)
+    except ValueError as exc:
+        raise _unusable(node, field, str(exc)) from exc
 
 
 def _unusable(node: Node, field: Field, what: str) -> SamplesUnusable:

@@ -53,7 +53,7 @@ def _chat_routes(
     setup = chats.setup
     runtime = setup.runtime
     openai = OpenAIRoutes(setup.chat, runtime.model, StatelessReplies(runtime, setup.admission))
-    sessions = SessionRoutes(chats, is_relayed=upstream is not None)
+    sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)
 

@@ -22,6 +22,7 @@ from holdfast.errors import InvalidArgument
 from holdfast.generation import Constraint, SamplingParams
 from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, RelayedChat, Sampling, Tool
 from holdfast.sessions.ports import ModelInfo
+from holdfast.sessions.record import may_overflow
 
 T = TypeVar("T")
 
@@ -240,7 +241,10 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
     if may_be_empty and not body.strip():
         body = b"{}"
     try:
-        return msgspec.json.decode(body, type=kind)
+        decoded = msgspec.json.decode(body, type=kind)
+        if may_overflow(body):  # perhaps in a field that `kind` skips, but that others read later
+            msgspec.json.decode(body)
+        return decoded
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise _decode_error(body, kind, exc) from exc
     except RecursionError as exc:
@@ -254,7 +258,7 @@ def _decode_error(body: bytes, kind: Any, exc: Exception) -> InvalidArgument:
     try:
         value = json.loads(body, parse_int=_integer)
         if where := _not_finite(value):
-            return InvalidArgument(f"{where} must be a finite number", param=where)
+            return InvalidArgument(f"{where} must be a finite number in the range of a 64-bit float", param=where)
         if isinstance(exc, msgspec.ValidationError):
             return _refusal(value, kind, "")
     except RecursionError:

@@ -250,12 +250,12 @@ class TurnResponder:
 
 
 def as_events(body: bytes) -> bytes:
-    """A whole chat completion as the events of a stream."""
-    reply = msgspec.json.decode(body)
+    """A whole chat completion as the events of a stream, every value spelled as it was."""
+    reply = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     choices = []
-    for choice in reply["choices"]:
-        message = dict(choice["message"])
-        if message.get("tool_calls"):
-            message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+    for choice in msgspec.json.decode(reply["choices"], type=list[dict[str, msgspec.Raw]]):
+        message: dict[str, Any] = msgspec.json.decode(choice["message"], type=dict[str, msgspec.Raw])
+        if calls := msgspec.json.decode(message.get("tool_calls", b"null"), type=list[dict[str, msgspec.Raw]] | None):
+            message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         choices.append({key: value for key, value in choice.items() if key != "message"} | {"delta": message})
     return sse(reply | {"object": "chat.completion.chunk", "choices": choices}) + DONE

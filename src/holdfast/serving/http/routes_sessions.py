@@ -26,12 +26,12 @@ from holdfast.sessions.view import SessionState, page_of, page_start
 
 
 class SessionRoutes:
-    """`is_relayed`: an upstream generates, and knows more request fields than we do."""
+    """`upstream`: the server that generates, if it is not our engine. It knows more request fields than we do."""
 
-    def __init__(self, chats: ChatService, *, is_relayed: bool = False) -> None:
+    def __init__(self, chats: ChatService, *, upstream: ChatUpstream | None = None) -> None:
         self._chats = chats
         self._runtime = chats.setup.runtime
-        self._is_relayed = is_relayed
+        self._upstream = upstream
 
     async def create(self, request: Request) -> Response:
         body = decode(await request.body(), NewSession, may_be_empty=True)
@@ -100,7 +100,7 @@ class SessionRoutes:
 
     async def _turn_request(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, TurnRequest]:
         chat, model = self._chats.setup.chat, self._runtime.model
-        body = decode(raw, RelayedChat) if self._is_relayed else decode(raw, ChatCompletion)
+        body = decode(raw, RelayedChat) if self._upstream else decode(raw, ChatCompletion)
         if body.n not in (None, 1):
             raise InvalidArgument("n must be 1 on a session; fork the session to get several replies", param="n")
         if body.input_ids is not None:
@@ -111,6 +111,8 @@ class SessionRoutes:
         if isinstance(body, ChatCompletion):
             chat_body = await chat_request(body, chat, model, fields=fields, num_bytes=len(raw))
         else:
+            assert self._upstream is not None
+            self._upstream.check_fields(fields)
             chat_body = relayed_request(body, chat, fields=fields, num_bytes=len(raw))
         writer = ChatWriter(
             model=model.name,
