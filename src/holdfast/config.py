@@ -66,6 +66,12 @@ class ServeConfig:
     queue_max: int = option(1024, "longest queue; further requests are rejected", least=1)
     max_body_mb: int = option(64, "largest request body, in MB", least=1)
     max_session_mb: int = option(1024, "largest session file that can be imported, in MB", least=1)
+    max_connections: int = option(
+        0, "HTTP connections that may be open at once; 0: as many as the limit on open files allows"
+    )
+    connection_timeout_s: float = option(
+        30.0, "seconds that an HTTP connection may be idle, and that a client may stall while it sends a request"
+    )
     deprecation_headers: bool = option(True, "send headers that point stateless clients to sessions")
     sunset: str = option("2027-12-31", "date in the Sunset header of stateless responses, YYYY-MM-DD")
     log_prompts: bool = option(False, "write request bodies to the access log")

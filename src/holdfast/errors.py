@@ -13,6 +13,7 @@ HoldfastError
 ├── CapacityExhausted        no free slab, no free place
 │   └── QueueTimeout         a place in the queue, but no turn in time
 ├── PayloadTooLarge          a request body beyond the limit
+├── RequestTimeout           a request body that stopped arriving, or arrives too slowly
 ├── SessionNotFound          unknown, closed, expired or evicted
 ├── SessionBusy              one operation at a time
 ├── IdempotencyMismatch      a key that was used for another request
@@ -121,6 +122,10 @@ class QueueTimeout(CapacityExhausted):
 
 class PayloadTooLarge(HoldfastError):
     code = "payload_too_large"
+
+
+class RequestTimeout(HoldfastError):
+    code = "request_timeout"
 
 
 class SessionNotFound(HoldfastError):

@@ -34,6 +34,7 @@ from holdfast.models import ModelSource, open_model
 from holdfast.serving.http import Upstream
 from holdfast.serving.keys import check_bind, check_free, read_keys
 from holdfast.serving.lifecycle import Chat, ServerAddresses, serve
+from holdfast.serving.logs import RepeatLimit
 from holdfast.sessions.ports import ServedBackend
 
 _NOT_YET = ("block_size", "num_diffusion_steps")
@@ -55,7 +56,10 @@ def register(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log = logging.StreamHandler()
+    log.addFilter(RepeatLimit())
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=arguments.log_level.upper(), format=form, handlers=[log])
     console = Console(stderr=True, highlight=False)
     server, engine = from_arguments(ServeConfig, arguments), from_arguments(EngineConfig, arguments)
     if arguments.model and arguments.verifier_id:

@@ -5,13 +5,16 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,6 +31,13 @@ from holdfast.errors import ConfigError, EngineDied, HoldfastError
 from holdfast.metrics import Metrics
 from holdfast.serving.grpc import GrpcServer, create_server
 from holdfast.serving.http import Upstream, create_app
+from holdfast.serving.http.connections import (
+    Connections,
+    HttpProtocol,
+    Listener,
+    default_max_connections,
+    raise_file_limit,
+)
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
@@ -78,6 +88,7 @@ async def serve(
     on_ready: Callable[[ServerAddresses], None] = lambda addresses: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain: admit nothing new, let running work end, stop."""
+    raise_file_limit()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -152,7 +163,7 @@ async def _endpoints(
                 keys=keys,
                 not_ready=lambda: "draining" if is_draining else storage.journal.health,
             )
-            http = _http_server(app, config)
+            http = _http_server(app, config, runtime.metrics)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections need not walk through it
         async with asyncio.TaskGroup() as group:
@@ -220,7 +231,15 @@ async def _drain(runtime: Runtime, grpc_server: GrpcServer, drain_s: float) -> N
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process that serves both endpoints."""
+    """Leaves signals to the process that serves both endpoints, and closes idle connections."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def on_tick(self, counter: int) -> bool:
+        self._connections.close_idle()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -234,16 +253,19 @@ class _HttpServer:
     address: str
 
 
-def _http_server(app: ASGIApp, config: ServeConfig) -> _HttpServer:
+def _http_server(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> _HttpServer:
     host, port = split_address(config.http)
     try:
         bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as exc:
         raise ConfigError(f"cannot listen on {config.http}: {exc.strerror}; choose another --http") from exc
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small answers do not wait for an acknowledgement
+    connections = Connections(config.max_connections or default_max_connections(), config.connection_timeout_s, metrics)
+    protocol: Any = partial(HttpProtocol, connections)
     settings = uvicorn.Config(
         app,
-        http="h11",  # another parser, where one is installed, would refuse other requests, and not in our words
+        http=protocol,  # of h11: another parser would refuse other requests, and not in our words
+        timeout_keep_alive=math.ceil(config.connection_timeout_s),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -251,7 +273,8 @@ def _http_server(app: ASGIApp, config: ServeConfig) -> _HttpServer:
         ssl_certfile=config.tls_cert or None,
         ssl_keyfile=config.tls_key or None,
     )
-    return _HttpServer(_Uvicorn(settings), bound, _shown(config.http, bound.getsockname()[1]))
+    listener = Listener(bound, connections)
+    return _HttpServer(_Uvicorn(settings, connections), listener, _shown(config.http, listener.getsockname()[1]))
 
 
 def _shown(address: str, port: int) -> str:

@@ -35,6 +35,7 @@ STATUS = {
     "storage_unavailable": 503,
     "recompute_too_long": 409,
     "payload_too_large": 413,
+    "request_timeout": 408,
     "unimplemented": 501,
     "draining": 503,
 }

@@ -16,11 +16,12 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.config import ServeConfig
-from holdfast.errors import HoldfastError, PayloadTooLarge
+from holdfast.errors import HoldfastError, PayloadTooLarge, RequestTimeout
 from holdfast.metrics import Metrics
 from holdfast.serving.http.error_response import response_for
 from holdfast.serving.http.response import ClientGone
 from holdfast.serving.keys import Keys
+from holdfast.sessions.limits import Pace
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("holdfast.access")
@@ -41,6 +42,7 @@ class HttpMiddleware:
         self._metrics = metrics
         self._limit = _Limit(config.max_body_mb, "the request body", "--max-body-mb")
         self._import_limit = _Limit(config.max_session_mb, "the session file", "--max-session-mb")
+        self._patience_s = config.connection_timeout_s
         self._logs_bodies = config.log_prompts
         self._is_plain = config.compat == "miles"
         self._deprecation: dict[str, str] = {}
@@ -100,13 +102,24 @@ class HttpMiddleware:
     def _limited(self, call: "_Call", limit: "_Limit") -> Receive:
         received = 0
         is_logged = self._logs_bodies and limit is self._limit  # session files are no text
+        pace = Pace(self._patience_s) if limit is self._limit else None  # session files have their own
 
         async def receive() -> Message:
-            nonlocal received
-            message = await call.receive()
+            nonlocal received, pace
+            try:
+                message = await (pace.wait_for(call.receive()) if pace else call.receive())
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"the request body stopped arriving, or arrives too slowly, for {self._patience_s:g} s; "
+                    "send it again"
+                ) from None
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 limit.check(received)
+                if pace:
+                    pace.received(len(message.get("body", b"")))
+                if not message.get("more_body"):
+                    pace = None  # what is waited for from now on is that the client leaves
                 if is_logged:
                     call.body += message.get("body", b"")
             return message
