@@ -159,6 +159,13 @@ async def test_without_a_key_that_is_known_everything_but_health_is_401(tmp_path
             assert (await client.post(CHAT, json=said("hi"))).status_code == 200
 
 
+async def test_several_authorization_headers_are_401(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as server, client_of(server) as client:
+        for keys in ((b"key-a", b"key-b"), (b"key-b", b"key-a"), (b"key-a", b"key-a")):
+            headers = [(b"authorization", b"Bearer " + key) for key in keys]
+            assert refusal_of(await client.get("/v1/models", headers=headers)) == (401, "unauthenticated")
+
+
 async def test_sessions_are_listed_by_label_state_and_page() -> None:
     async with serving(wordy_engine(num_slabs=2), default_chat(), max_parked=9) as server, client_of(server) as client:
         opened = [await open_session(client, label=label) for label in ("a", "b", "a", "a", "")]
@@ -795,6 +802,26 @@ async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.
 async def test_a_small_answer_does_not_wait_for_an_acknowledgement(client: httpx.AsyncClient) -> None:
     delays = [(await client.get("/health")).elapsed.total_seconds() for _ in range(10)]
     assert min(delays[2:]) < 0.03  # without TCP_NODELAY all but a connection's first take 0.04 or more
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/sessions", {"label": "x" * 1001}, "label"),
+        ("/sessions", {"group": "x" * 1001}, "group"),
+        ("/sessions", {"metadata": {str(number): "" for number in range(65)}}, "metadata"),
+        ("/sessions", {"metadata": {"x" * 257: ""}}, "metadata"),
+        ("/sessions", {"metadata": {"a": "x" * 4097}}, "metadata.a"),
+        (CHAT, said("hi", metadata={str(number): "" for number in range(65)}), "metadata"),
+        (CHAT, said("hi", user="x" * 4097), "user"),
+        (CHAT, said("hi", stop_token_ids=[1] * 4097), "stop_token_ids"),
+    ],
+)
+async def test_lists_and_labels_without_measure_are_refused_by_name(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await client.post(path, json=body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
 # Connections

@@ -327,6 +327,26 @@ async def test_a_snapshot_that_a_stranger_made_up_never_reaches_a_slab() -> None
             await server.stub.CloseSession(pb.CloseSessionRequest(session_id=answer.session_id))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("label", "x" * 1001),
+        ("group", "x" * 1001),
+        ("metadata", {str(number): "" for number in range(65)}),
+        ("eos_token_ids", (1,) * 4097),
+    ],
+)
+async def test_a_file_with_lists_and_labels_without_measure_is_refused_by_name(field: str, value: Any) -> None:
+    async with serving(SlowEngine()) as server:
+        whole = decode(await exported(server, await create(server, [1, 2])))
+        opened = dataclasses.replace(whole.opened, **{field: value})
+        data = b"".join(encode(dataclasses.replace(whole, opened=opened)))
+        async with refused(grpc.StatusCode.INVALID_ARGUMENT, "invalid_argument", reason="beyond_limits"):
+            await imported(server, data)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"cannot be imported: {field} may have at most"):
+            await imported(server, data)
+
+
 async def test_files_beyond_the_limit_are_refused_at_both_doors() -> None:
     limits = {"max_session_mb": 1, "max_body_mb": 1}
     async with serving(wordy_engine(), default_chat(), **limits) as server, client_of(server) as client:

@@ -2,12 +2,45 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sized
 from typing import TypeVar
+
+from holdfast.errors import InvalidArgument
 
 T = TypeVar("T")
 
+MAX_LABEL = 1000  # characters of a label or a group
+MAX_NAME = 256  # characters of a key of metadata, of a tool, of a schema
+MAX_VALUE = 4096  # characters of a value of metadata
+MAX_ENTRIES = 64  # of metadata
+MAX_IDS = 4096  # EOS or stop tokens
+MAX_BIASES = 1 << 19  # biased tokens: more than any vocabulary has
+
 _BYTES_PER_S = 4096
+
+
+def check_label(field: str, label: str) -> None:
+    _check(field, "characters", label, MAX_LABEL)
+
+
+def check_ids(field: str, ids: Sized) -> None:
+    _check(field, "token ids", ids, MAX_IDS)
+
+
+def check_biases(field: str, biases: Sized) -> None:
+    _check(field, "tokens", biases, MAX_BIASES)
+
+
+def check_metadata(field: str, metadata: Mapping[str, str]) -> None:
+    _check(field, "entries", metadata, MAX_ENTRIES)
+    for key, value in metadata.items():
+        _check(field, "characters in a key", key, MAX_NAME)
+        _check(f"{field}.{key}", "characters", value, MAX_VALUE)
+
+
+def _check(field: str, what: str, value: Sized, limit: int) -> None:
+    if len(value) > limit:
+        raise InvalidArgument(f"{field} may have at most {limit:,} {what}, got {len(value):,}", param=field)
 
 
 class Pace:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast.errors import SessionFileRefused, SessionNotFound, StorageUnavailable
+from holdfast.errors import InvalidArgument, SessionFileRefused, SessionNotFound, StorageUnavailable
 from holdfast.sessions.journal.base import (
     Entry,
     Rewarded,
@@ -18,7 +18,7 @@ from holdfast.sessions.journal.base import (
     TurnRecorded,
     with_bodies,
 )
-from holdfast.sessions.limits import Pace
+from holdfast.sessions.limits import Pace, check_ids, check_label, check_metadata
 from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.runtime import Runtime
@@ -195,6 +195,14 @@ class Transfers:
             raise SessionFileRefused(
                 "this is a chat session, and the server runs without the HTTP endpoint", reason="no_chat"
             )
+        opened = session.opened
+        try:
+            check_label("label", opened.label)
+            check_label("group", opened.group)
+            check_metadata("metadata", opened.metadata)
+            check_ids("eos_token_ids", opened.eos_token_ids)
+        except InvalidArgument as exc:
+            raise SessionFileRefused(f"the session cannot be imported: {exc}", reason="beyond_limits") from exc
         check_fit(session, self._model)
         return session
 

@@ -90,8 +90,8 @@ class _Watch:
 
     async def __aenter__(self) -> None:
         try:
-            metadata = dict(self._context.invocation_metadata() or ())
-            current_owner.set(self._keys.owner_of(metadata.get("authorization")))
+            metadata = self._context.invocation_metadata() or ()
+            current_owner.set(self._keys.owner_of([value for key, value in metadata if key == "authorization"]))
         except HoldfastError as exc:
             await self._abort(exc)
 
@@ -128,6 +128,7 @@ def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 # The error table of the gRPC endpoint
 
 DOMAIN = "holdfast"
+_MAX_TOLD = 1000  # characters: what a client wrote may be in a message, and trailers have a limit
 
 STATUS = {
     "session_not_found": grpc.StatusCode.NOT_FOUND,
@@ -157,9 +158,10 @@ def code_of(error: HoldfastError) -> grpc.StatusCode:
 
 async def abort(context: Any, error: HoldfastError) -> None:
     """End the call with the error's status, its sentence and its facts. Always raises."""
-    info = error_details_pb2.ErrorInfo(reason=error.code, domain=DOMAIN, metadata=error.details)
+    details = {key: value[:_MAX_TOLD] for key, value in error.details.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.code, domain=DOMAIN, metadata=details)
     detail = any_pb2.Any()
     detail.Pack(info)
     number = code_of(error).value[0]
-    status = status_pb2.Status(code=number, message=str(error), details=[detail])
+    status = status_pb2.Status(code=number, message=str(error)[:_MAX_TOLD], details=[detail])
     await context.abort_with_status(rpc_status.to_status(status))

@@ -76,7 +76,7 @@ class HttpMiddleware:
     async def _guarded(self, call: "_Call") -> None:
         headers = Headers(scope=call.scope)
         if call.scope["path"] not in OPEN_PATHS:
-            call.scope["holdfast.owner"] = self._keys.owner_of(headers.get("authorization"))
+            call.scope["holdfast.owner"] = self._keys.owner_of(headers.getlist("authorization"))
         length = headers.get("content-length", "")
         limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
         if length.isdigit():
