@@ -47,6 +47,12 @@ class ServeConfig:
     tls_cert: str = option("", "TLS certificate chain for both endpoints, a PEM file")
     tls_key: str = option("", "private key of --tls-cert, a PEM file")
     insecure: bool = option(False, "allow addresses other than loopback without API keys")
+    cors_origin: str = option(
+        "", "origins of web pages that may use the HTTP endpoint, comma-separated; *: any, which needs API keys"
+    )
+    allowed_hosts: str = option(
+        "", "names besides localhost that HTTP requests may address, comma-separated; checked only without API keys"
+    )
     idle_ttl_s: float = option(0.0, "seconds after which an idle session is closed; 0: never")
     data_dir: str = option("", "directory that keeps sessions across restarts; empty: they end with the process")
     max_parked: int = option(

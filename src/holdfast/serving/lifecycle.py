@@ -38,6 +38,7 @@ from holdfast.serving.http.connections import (
     default_max_connections,
     raise_file_limit,
 )
+from holdfast.serving.http.web_pages import read_origins
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
@@ -108,6 +109,7 @@ async def running(
     addresses = [address for address in (config.grpc, config.http) if address]
     for address in addresses:
         check_bind(address, keys, insecure=config.insecure)
+    read_origins(config, keys)
     opening = open_storage(config, metrics, backend.model)
     storage = await asyncio.to_thread(opening.__enter__)
     try:

@@ -1,4 +1,4 @@
-"""Around every request: a request id, the API key, a size limit, the error table, a count, and the access log."""
+"""Around every request: a request id, who may call, a size limit, the error table, a count, and the access log."""
 
 import email.utils
 import logging
@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError, PayloadTooLarge, RequestTimeout
 from holdfast.metrics import Metrics
 from holdfast.serving.http.error_response import response_for
 from holdfast.serving.http.response import ClientGone
+from holdfast.serving.http.web_pages import PageGuard, read_origins, with_cors
 from holdfast.serving.keys import Keys
 from holdfast.sessions.limits import Pace
 
@@ -39,6 +40,8 @@ class HttpMiddleware:
     def __init__(self, router: Router, config: ServeConfig, keys: Keys, metrics: Metrics) -> None:
         self._router = router
         self._keys = keys
+        self._page_guard = PageGuard(config, keys)
+        self._app = with_cors(self._handle, read_origins(config, keys))
         self._metrics = metrics
         self._limit = _Limit(config.max_body_mb, "the request body", "--max-body-mb")
         self._import_limit = _Limit(config.max_session_mb, "the session file", "--max-session-mb")
@@ -55,8 +58,10 @@ class HttpMiddleware:
             }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+        if scope["type"] == "http":
+            await self._app(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = _Call(scope, receive, send, self._deprecation if scope["path"] in STATELESS_PATHS else {})
         started = time.perf_counter()
         try:
@@ -75,6 +80,7 @@ class HttpMiddleware:
 
     async def _guarded(self, call: "_Call") -> None:
         headers = Headers(scope=call.scope)
+        self._page_guard.check(headers)
         if call.scope["path"] not in OPEN_PATHS:
             call.scope["holdfast.owner"] = self._keys.owner_of(headers.getlist("authorization"))
         length = headers.get("content-length", "")
