@@ -139,13 +139,22 @@ async def test_a_server_whose_engine_died_ends_and_says_why(monkeypatch: pytest.
     assert caught.group_contains(EngineDied, match="ZeroDivisionError")
 
 
-async def test_drain_cancels_what_outlasts_it() -> None:
-    async with serving(SlowEngine(), drain_s=0.05) as server:
+async def test_drain_ends_what_outlasts_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        leaving = contextlib.AsyncExitStack()
+        server = await leaving.enter_async_context(serving(SlowEngine(), drain_s=0.05))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
         session = await create(server, [1])
-        call = generate(server, session, 1_000_000)
+        call = stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=1_000_000))
         await call.read()
         started = time.monotonic()
-    assert time.monotonic() - started < 60  # of more than half an hour
+        closing = asyncio.create_task(leaving.aclose())
+        async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
+            await events_of(call)
+        await closing
+        assert time.monotonic() - started < 60  # of more than half an hour
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_busy_session_refuses_at_once_without_touching_the_engine(server: Server) -> None:

@@ -267,6 +267,9 @@ class Unimplemented(HoldfastError):
 class Draining(HoldfastError):
     code = "draining"
 
+    def __init__(self, message: str = "the server is shutting down; send the request to another one") -> None:
+        super().__init__(message)
+
 
 class EngineDied(HoldfastError):
     code = "engine_died"

@@ -40,6 +40,7 @@ from holdfast.serving.http.connections import (
 )
 from holdfast.serving.http.web_pages import read_origins
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
+from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
 from holdfast.sessions.journal.snapshots import SnapshotStore
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.25
 _PURGE_INTERVAL_S = 3600.0
+_END_S = 0.5  # for responses on their way, once nothing runs any more
 _DAY_S = 86_400
 _MB = 1024 * 1024
 _MODEL = "model.json"
@@ -150,11 +152,13 @@ async def _endpoints(
 ) -> AsyncIterator[ServerAddresses]:
     is_draining = False
     http = None
+    calls: list[RunningCalls] = []
     backend.start()
     try:
         await backend.prepare()  # it may learn more about the model, which both endpoints report
         transfers = Transfers(runtime, chats)
         grpc_server = create_server(runtime, transfers, config, keys)
+        calls.append(grpc_server.running)
         if config.http:
             app = create_app(
                 runtime,
@@ -166,6 +170,7 @@ async def _endpoints(
                 not_ready=lambda: "draining" if is_draining else storage.journal.health,
             )
             http = _http_server(app, config, runtime.metrics)
+            calls.append(app.running)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections need not walk through it
         async with asyncio.TaskGroup() as group:
@@ -181,7 +186,9 @@ async def _endpoints(
                 yield ServerAddresses(_shown(config.grpc, grpc_server.port), http.address if http else None)
             finally:
                 is_draining = True
-                await _drain(runtime, grpc_server, config.drain_s)
+                if chats is not None:
+                    chats.setup.admission.drain()
+                await _drain(runtime, grpc_server, calls, config.drain_s)
                 if http:
                     http.server.should_exit = True
                 for task in tasks:
@@ -225,11 +232,16 @@ async def _purge(journal: Journal, retain_days: int) -> None:
         await asyncio.sleep(_PURGE_INTERVAL_S)
 
 
-async def _drain(runtime: Runtime, grpc_server: GrpcServer, drain_s: float) -> None:
+async def _drain(runtime: Runtime, grpc_server: GrpcServer, calls: list[RunningCalls], drain_s: float) -> None:
+    """Take no more calls, let those that run end in time, and tell the others that the server is going away."""
+    for running_calls in calls:
+        running_calls.drain()
     await grpc_server.set_serving(False)
     if not await runtime.drain(drain_s):
         logger.warning("some generations were still running after %g s and are cancelled", drain_s)
-    await grpc_server.stop(grace_s=0.5)
+    await asyncio.gather(*(running_calls.end(_END_S) for running_calls in calls))
+    await runtime.drain(_END_S)  # what was cut off is rolled back
+    await grpc_server.stop(_END_S)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -18,6 +18,7 @@ from holdfast.serving.grpc.interceptor import Guard
 from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.keys import Keys
 from holdfast.serving.logs import hide_metadata
+from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
 
@@ -32,11 +33,12 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass(frozen=True, slots=True)
 class GrpcServer:
-    """A server that is not started yet, the port it got, and its health."""
+    """A server that is not started yet, the port it got, its health and its calls."""
 
     server: Any
     port: int
     health: Any
+    running: RunningCalls
 
     async def start(self) -> None:
         await self.server.start()
@@ -61,7 +63,8 @@ def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, k
         ("grpc.max_concurrent_streams", _MAX_CALLS),
     ]
     hide_metadata()
-    server = grpc.aio.server(interceptors=[Guard(SERVICE, keys or Keys(), runtime.metrics)], options=options)
+    guard = Guard(SERVICE, keys or Keys(), runtime.metrics)
+    server = grpc.aio.server(interceptors=[guard], options=options)
     service = RuntimeService(runtime, transfers, max_session_mb=config.max_session_mb)
     rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
@@ -73,7 +76,7 @@ def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, k
         raise ConfigError(
             f"cannot listen on {config.grpc}: the address is in use or not available; choose another --grpc"
         ) from exc
-    return GrpcServer(server, port, servicer)
+    return GrpcServer(server, port, servicer, guard.running)
 
 
 def _bind(server: Any, config: ServeConfig) -> int:

@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
@@ -31,7 +31,7 @@ def create_app(
     upstream: Upstream | None = None,
     keys: Keys | None = None,
     not_ready: Callable[[], str | None] = lambda: None,
-) -> ASGIApp:
+) -> HttpMiddleware:
     """Health and metrics, and where there are `chats` the whole API."""
     health = HealthRoutes(runtime.metrics, not_ready)
     routes = [

@@ -16,12 +16,13 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.config import ServeConfig
-from holdfast.errors import HoldfastError, PayloadTooLarge, RequestTimeout
+from holdfast.errors import Draining, HoldfastError, PayloadTooLarge, RequestTimeout
 from holdfast.metrics import Metrics
-from holdfast.serving.http.error_response import response_for
-from holdfast.serving.http.response import ClientGone
+from holdfast.serving.http.error_response import body_of, response_for
+from holdfast.serving.http.response import ClientGone, sse
 from holdfast.serving.http.web_pages import PageGuard, read_origins, with_cors
 from holdfast.serving.keys import Keys
+from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.limits import Pace
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class HttpMiddleware:
     def __init__(self, router: Router, config: ServeConfig, keys: Keys, metrics: Metrics) -> None:
         self._router = router
         self._keys = keys
+        self.running = RunningCalls()
         self._page_guard = PageGuard(config, keys)
         self._app = with_cors(self._handle, read_origins(config, keys))
         self._metrics = metrics
@@ -65,7 +67,8 @@ class HttpMiddleware:
         call = _Call(scope, receive, send, self._deprecation if scope["path"] in STATELESS_PATHS else {})
         started = time.perf_counter()
         try:
-            await self._guarded(call)
+            async with self.running:
+                await self._guarded(call)
         except (ClientGone, ClientDisconnect):
             call.status = call.status or _GONE
         except Exception as exc:  # noqa: BLE001 - every request gets an answer
@@ -83,6 +86,7 @@ class HttpMiddleware:
         self._page_guard.check(headers)
         if call.scope["path"] not in OPEN_PATHS:
             call.scope["holdfast.owner"] = self._keys.owner_of(headers.getlist("authorization"))
+            self.running.check_open()
         length = headers.get("content-length", "")
         limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
         if length.isdigit():
@@ -133,6 +137,9 @@ class HttpMiddleware:
         return receive
 
     async def _refuse(self, call: "_Call", exc: Exception) -> None:
+        if isinstance(exc, Draining) and call.status:
+            await call.end_events(exc)
+            return
         if call.status:  # too late for an answer: end the connection instead of pretending that all went well
             raise exc
         response = response_for(exc, is_plain=self._is_plain, request_id=call.request_id)
@@ -178,14 +185,25 @@ class _Call:
         self.receive = receive
         self.status = 0
         self.body = b""
+        self._has_ended = False
+        self._is_events = False
         self._send = send
         self._extra = extra | {"x-request-id": self.request_id}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message).update(self._extra)
+            headers = MutableHeaders(scope=message)
+            self._is_events = headers.get("content-type", "").startswith("text/event-stream")
+            headers.update(self._extra)
+        elif not message.get("more_body"):
+            self._has_ended = True
         await self._send(message)
+
+    async def end_events(self, error: HoldfastError) -> None:
+        """End a stream of events with an error. Of any other response that was begun the connection is closed."""
+        if self._is_events and not self._has_ended:
+            await self.send({"type": "http.response.body", "body": sse(body_of(error)), "more_body": False})
 
 
 def owner_of(request: Request) -> str:
