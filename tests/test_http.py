@@ -15,8 +15,11 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
+from holdfast import __version__
 from holdfast.engine.interface import Row
 from holdfast.errors import ConfigError
+from holdfast.serving.http.descriptions import DESCRIPTIONS
+from holdfast.serving.http.openapi import build
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
 from tests.talking import (
     chat_path,
@@ -503,12 +506,11 @@ async def test_a_client_that_leaves_in_mid_body_is_no_error_of_ours(
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/sessions/", 404, "not_found"),
         ("POST", "/v1/chat/completions/", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
-        ("GET", "/v1/models/other", 404, "not_found"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
         ("GET", "/sessions/unknown", 404, "session_not_found"),
         ("GET", "/sessions/%00%ff%2F", 404, None),
         ("DELETE", "/sessions/unknown", 404, "session_not_found"),
@@ -783,11 +785,45 @@ async def test_the_openapi_document_has_every_route(client: httpx.AsyncClient) -
     assert document["openapi"].startswith("3.")
     for path, methods in document["paths"].items():
         for method in methods.keys() & {"get", "post", "put", "delete"}:
-            response = await client.request("TRACE", path.format(session_id="x"))
+            response = await client.request("TRACE", path.format(session_id="x", model="x"))
             assert error_of(response)["code"] == "method_not_allowed"
             assert method.upper() in response.headers["allow"].split(", ")
     schema = document["components"]["schemas"]["ChatCompletion"]
     assert {"messages", "stop", "seed", "response_format"} <= schema["properties"].keys()
+
+
+async def test_the_openapi_document_describes_every_field_and_parameter() -> None:
+    document = build()
+    schemas = document["components"]["schemas"]
+    fields = {
+        f"{name}.{field}": about for name, schema in schemas.items() for field, about in schema["properties"].items()
+    }
+    assert len(fields) > 80
+    assert [name for name, about in fields.items() if not about.get("description")] == []
+    for path, item in document["paths"].items():
+        operations = [item[method] for method in item.keys() & {"get", "post", "put", "delete"}]
+        assert all(operation["summary"] for operation in operations)
+        for parameter in [*item.get("parameters", []), *(p for o in operations for p in o.get("parameters", []))]:
+            assert parameter.get("description"), f"{path}: {parameter['name']}"
+    known = {field for schema in schemas.values() for field in schema["properties"]}
+    assert {name.rpartition(".")[2] for name in DESCRIPTIONS} == known
+
+
+async def test_the_root_says_what_is_where(client: httpx.AsyncClient) -> None:
+    told = (await client.get("/")).json()
+    assert (told["name"], told["version"]) == ("holdfast", __version__)
+    for path in told["endpoints"].values():
+        assert (await client.get("/v1/models" if path == "/v1" else path)).status_code == 200
+
+
+async def test_a_model_is_found_by_its_name_alone_and_on_sessions(client: httpx.AsyncClient) -> None:
+    session = await open_session(client)
+    for prefix in ("", f"/sessions/{session}"):
+        assert (await client.get(f"{prefix}/v1/models/test")).json()["id"] == "test"
+        answer = await client.get(f"{prefix}/v1/models/org/other")
+        assert refusal_of(answer) == (404, "model_not_found")
+        assert "'test'" in error_of(answer)["message"]
+    assert refusal_of(await client.get("/sessions/x/v1/models/test")) == (404, "session_not_found")
 
 
 async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.AsyncClient) -> None:

@@ -14,6 +14,7 @@ HoldfastError
 │   └── QueueTimeout         a place in the queue, but no turn in time
 ├── PayloadTooLarge          a request body beyond the limit
 ├── RequestTimeout           a request body that stopped arriving, or arrives too slowly
+├── ModelNotFound            another model than the one that is served
 ├── SessionNotFound          unknown, closed, expired or evicted
 ├── SessionBusy              one operation at a time
 ├── IdempotencyMismatch      a key that was used for another request
@@ -126,6 +127,10 @@ class PayloadTooLarge(HoldfastError):
 
 class RequestTimeout(HoldfastError):
     code = "request_timeout"
+
+
+class ModelNotFound(HoldfastError):
+    code = "model_not_found"
 
 
 class SessionNotFound(HoldfastError):

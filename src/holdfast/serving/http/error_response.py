@@ -11,6 +11,7 @@ from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy
 
 STATUS = {
     "session_not_found": 404,
+    "model_not_found": 404,
     "session_busy": 409,
     "history_conflict": 409,
     "message_mismatch": 400,

@@ -28,7 +28,7 @@ from holdfast.sessions.limits import Pace
 logger = logging.getLogger(__name__)
 access = logging.getLogger("holdfast.access")
 
-OPEN_PATHS = ("/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
+OPEN_PATHS = ("/", "/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
 IMPORT_PATH = "/sessions/import"
 STATELESS_PATHS = ("/v1/chat/completions", "/v1/completions")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
