@@ -139,13 +139,22 @@ async def test_a_server_whose_engine_died_ends_and_says_why(monkeypatch: pytest.
     assert caught.group_contains(EngineDied, match="ZeroDivisionError")
 
 
-async def test_drain_cancels_what_outlasts_it() -> None:
-    async with serving(SlowEngine(), drain_s=0.05) as server:
+async def test_drain_ends_what_outlasts_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        leaving = contextlib.AsyncExitStack()
+        server = await leaving.enter_async_context(serving(SlowEngine(), drain_s=0.05))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
         session = await create(server, [1])
-        call = generate(server, session, 1_000_000)
+        call = stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=1_000_000))
         await call.read()
         started = time.monotonic()
-    assert time.monotonic() - started < 60  # of more than half an hour
+        closing = asyncio.create_task(leaving.aclose())
+        async with refused(grpc.StatusCode.UNAVAILABLE, "draining"):
+            await events_of(call)
+        await closing
+        assert time.monotonic() - started < 60  # of more than half an hour
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_busy_session_refuses_at_once_without_touching_the_engine(server: Server) -> None:
@@ -661,3 +670,68 @@ def _wild_message(source: random.Random, kind: Any, sessions: list[str]) -> byte
             setattr(message, field.name, source.choice([0, 1, 2, 3, 5, -1, 2**31 - 1, 100]))
     data = message.SerializeToString()
     return data[: source.randint(0, len(data))] if source.random() < 0.1 else data
+
+
+# What strangers send
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
+
+
+async def test_metadata_that_is_not_utf_8_is_refused_and_not_logged(
+    keys_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(SlowEngine(), keys_file=keys_file) as server:
+        headers = [
+            (b":method", b"POST"),
+            (b":scheme", b"http"),
+            (b":path", f"/{SERVICE}/GetModelInfo".encode()),
+            (b":authority", b"localhost"),
+            (b"content-type", b"application/grpc"),
+            (b"te", b"trailers"),
+            (b"authorization", b"Bearer s\xe9cret-a"),
+        ]
+        block = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in headers)
+        reader, writer = await asyncio.open_connection(*server.address.rsplit(":", 1))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
+        writer.write(_frame(1, 4, 1, block) + _frame(0, 1, 1, bytes(5)))
+        answer = b""
+        while b"grpc-message" not in answer:
+            answer += await asyncio.wait_for(reader.read(4096), 20)
+        assert b"grpc-status\x0216" in answer  # UNAUTHENTICATED
+        writer.close()
+    assert "cret" not in caplog.text
+
+
+async def test_several_authorization_headers_are_refused(keys_file: str) -> None:
+    async with serving(SlowEngine(), keys_file=keys_file) as server:
+        keys = [("authorization", "Bearer secret-a"), ("authorization", "Bearer secret-b")]
+        for metadata in (keys, keys[::-1], [keys[0], keys[0]]):
+            async with refused(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated"):
+                await server.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata)
+
+
+TOO_LARGE: dict[str, dict[str, Any]] = {
+    "client_label": {"client_label": "x" * 1001},
+    "eos_token_ids": {"eos_token_ids": [1] * 4097},
+    "metadata": {"metadata": {str(number): "" for number in range(65)}},
+    "metadata.a": {"metadata": {"a": "x" * 4097}},
+}
+
+
+@pytest.mark.parametrize("field", TOO_LARGE)
+async def test_lists_and_labels_without_measure_are_refused_by_name(server: Server, field: str) -> None:
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT, "invalid_argument", param=field):
+        await server.stub.CreateSession(pb.CreateSessionRequest(**TOO_LARGE[field]))
+    session = await create(server, [1])
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT, "invalid_argument", param="client_label"):
+        await server.stub.ForkSession(pb.ForkSessionRequest(session_id=session, client_label="x" * 1001))
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT, "invalid_argument", param="stop_token_ids"):
+        options = pb.SamplingOptions(stop_token_ids=[1] * 4097)
+        await server.stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=1, sampling=options)).read()
+
+
+async def test_an_error_never_repeats_more_of_a_request_than_fits_into_trailers(server: Server) -> None:
+    async with refused(grpc.StatusCode.NOT_FOUND, "session_not_found"):
+        await server.stub.GetSessionInfo(pb.GetSessionInfoRequest(session_id="x" * 1_000_000))

@@ -15,9 +15,24 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
+from holdfast import __version__
 from holdfast.engine.interface import Row
+from holdfast.errors import ConfigError
+from holdfast.serving.http.descriptions import DESCRIPTIONS
+from holdfast.serving.http.openapi import build
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
-from tests.talking import chat_path, client_of, error_of, events_of, eventually, open_session, refusal_of, said, text_of
+from tests.talking import (
+    chat_path,
+    client_of,
+    error_of,
+    events_of,
+    eventually,
+    open_session,
+    refusal_of,
+    said,
+    text_of,
+    until,
+)
 
 CHAT = "/v1/chat/completions"
 DEPRECATION = ("deprecation", "sunset", "link")
@@ -146,6 +161,13 @@ async def test_without_a_key_that_is_known_everything_but_health_is_401(tmp_path
                     assert (await client.get(path)).status_code == 200
         async with client_of(server, "key-a") as client:
             assert (await client.post(CHAT, json=said("hi"))).status_code == 200
+
+
+async def test_several_authorization_headers_are_401(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as server, client_of(server) as client:
+        for keys in ((b"key-a", b"key-b"), (b"key-b", b"key-a"), (b"key-a", b"key-a")):
+            headers = [(b"authorization", b"Bearer " + key) for key in keys]
+            assert refusal_of(await client.get("/v1/models", headers=headers)) == (401, "unauthenticated")
 
 
 async def test_sessions_are_listed_by_label_state_and_page() -> None:
@@ -455,8 +477,9 @@ async def test_a_chunked_body_is_413_as_soon_as_it_is_too_large(server: Server) 
 
 async def test_the_limit_of_bodies_can_be_set_and_names_itself() -> None:
     async with serving(wordy_engine(forward_s=0), default_chat(), max_body_mb=1) as server, client_of(server) as client:
-        assert (await client.post(CHAT, json=said("hi", user="x" * 900_000))).status_code == 200
-        response = await client.post(CHAT, json=said("hi", user="x" * 1_100_000))
+        body = json.dumps(said("hi")).encode()
+        assert (await client.post(CHAT, content=body + b" " * 900_000)).status_code == 200
+        response = await client.post(CHAT, content=body + b" " * 1_100_000)
         assert refusal_of(response) == (413, "payload_too_large")
         assert "--max-body-mb" in response.text
 
@@ -483,12 +506,11 @@ async def test_a_client_that_leaves_in_mid_body_is_no_error_of_ours(
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/sessions/", 404, "not_found"),
         ("POST", "/v1/chat/completions/", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
-        ("GET", "/v1/models/other", 404, "not_found"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
         ("GET", "/sessions/unknown", 404, "session_not_found"),
         ("GET", "/sessions/%00%ff%2F", 404, None),
         ("DELETE", "/sessions/unknown", 404, "session_not_found"),
@@ -763,11 +785,45 @@ async def test_the_openapi_document_has_every_route(client: httpx.AsyncClient) -
     assert document["openapi"].startswith("3.")
     for path, methods in document["paths"].items():
         for method in methods.keys() & {"get", "post", "put", "delete"}:
-            response = await client.request("TRACE", path.format(session_id="x"))
+            response = await client.request("TRACE", path.format(session_id="x", model="x"))
             assert error_of(response)["code"] == "method_not_allowed"
             assert method.upper() in response.headers["allow"].split(", ")
     schema = document["components"]["schemas"]["ChatCompletion"]
     assert {"messages", "stop", "seed", "response_format"} <= schema["properties"].keys()
+
+
+async def test_the_openapi_document_describes_every_field_and_parameter() -> None:
+    document = build()
+    schemas = document["components"]["schemas"]
+    fields = {
+        f"{name}.{field}": about for name, schema in schemas.items() for field, about in schema["properties"].items()
+    }
+    assert len(fields) > 80
+    assert [name for name, about in fields.items() if not about.get("description")] == []
+    for path, item in document["paths"].items():
+        operations = [item[method] for method in item.keys() & {"get", "post", "put", "delete"}]
+        assert all(operation["summary"] for operation in operations)
+        for parameter in [*item.get("parameters", []), *(p for o in operations for p in o.get("parameters", []))]:
+            assert parameter.get("description"), f"{path}: {parameter['name']}"
+    known = {field for schema in schemas.values() for field in schema["properties"]}
+    assert {name.rpartition(".")[2] for name in DESCRIPTIONS} == known
+
+
+async def test_the_root_says_what_is_where(client: httpx.AsyncClient) -> None:
+    told = (await client.get("/")).json()
+    assert (told["name"], told["version"]) == ("holdfast", __version__)
+    for path in told["endpoints"].values():
+        assert (await client.get("/v1/models" if path == "/v1" else path)).status_code == 200
+
+
+async def test_a_model_is_found_by_its_name_alone_and_on_sessions(client: httpx.AsyncClient) -> None:
+    session = await open_session(client)
+    for prefix in ("", f"/sessions/{session}"):
+        assert (await client.get(f"{prefix}/v1/models/test")).json()["id"] == "test"
+        answer = await client.get(f"{prefix}/v1/models/org/other")
+        assert refusal_of(answer) == (404, "model_not_found")
+        assert "'test'" in error_of(answer)["message"]
+    assert refusal_of(await client.get("/sessions/x/v1/models/test")) == (404, "session_not_found")
 
 
 async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.AsyncClient) -> None:
@@ -784,3 +840,203 @@ async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.
 async def test_a_small_answer_does_not_wait_for_an_acknowledgement(client: httpx.AsyncClient) -> None:
     delays = [(await client.get("/health")).elapsed.total_seconds() for _ in range(10)]
     assert min(delays[2:]) < 0.03  # without TCP_NODELAY all but a connection's first take 0.04 or more
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/sessions", {"label": "x" * 1001}, "label"),
+        ("/sessions", {"group": "x" * 1001}, "group"),
+        ("/sessions", {"metadata": {str(number): "" for number in range(65)}}, "metadata"),
+        ("/sessions", {"metadata": {"x" * 257: ""}}, "metadata"),
+        ("/sessions", {"metadata": {"a": "x" * 4097}}, "metadata.a"),
+        (CHAT, said("hi", metadata={str(number): "" for number in range(65)}), "metadata"),
+        (CHAT, said("hi", user="x" * 4097), "user"),
+        (CHAT, said("hi", stop_token_ids=[1] * 4097), "stop_token_ids"),
+    ],
+)
+async def test_lists_and_labels_without_measure_are_refused_by_name(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await client.post(path, json=body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+# Web pages
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "["]
+)
+async def test_without_keys_a_name_that_is_not_ours_is_403(client: httpx.AsyncClient, host: str) -> None:
+    for method, path in (("GET", "/sessions"), ("POST", "/control/pause"), ("GET", "/metrics"), ("GET", "/")):
+        assert refusal_of(await client.request(method, path, headers={"host": host})) == (403, "forbidden")
+    assert not (await client.post(CHAT, json=said("hi"))).is_error  # nothing was paused
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "app.localhost:8000", "127.0.0.1", "[::1]:8000", "10.0.0.7:80"]
+)
+async def test_without_keys_localhost_and_addresses_are_answered(client: httpx.AsyncClient, host: str) -> None:
+    assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost:3000", "null", ""])
+async def test_without_keys_a_page_that_is_not_allowed_is_403(client: httpx.AsyncClient, origin: str) -> None:
+    for method, path in (("GET", "/sessions"), ("POST", "/control/pause"), ("POST", CHAT), ("OPTIONS", CHAT)):
+        answer = await client.request(method, path, headers={"origin": origin})
+        assert refusal_of(answer) == (403, "forbidden")
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_names_can_be_allowed_and_with_keys_or_insecure_all_are(tmp_path: Path) -> None:
+    named = {"host": "llm.example:80"}
+    for options in ({"allowed_hosts": "a.example, LLM.example"}, {"insecure": True}):
+        async with serving(wordy_engine(), default_chat(), **options) as server, client_of(server) as client:
+            assert (await client.get("/v1/models", headers=named)).status_code == 200
+    async with guarded(tmp_path) as server, client_of(server, "key-a") as client:
+        headers = named | {"origin": "https://evil.example"}
+        answer = await client.get("/v1/models", headers=headers)
+        assert answer.status_code == 200
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_pages_of_an_allowed_origin_may_ask_read_and_stream() -> None:
+    origin = "http://localhost:3000"
+    options = {"cors_origin": f"https://a.example, {origin}", "max_body_mb": 1}
+    async with serving(wordy_engine(), default_chat(), **options) as server, client_of(server) as client:
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        asked |= {"access-control-request-headers": "authorization,content-type,idempotency-key"}
+        preflight = await client.options(CHAT, headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == origin
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        assert "idempotency-key" in preflight.headers["access-control-allow-headers"]
+        session = await open_session(client)
+        for path, body in (
+            (CHAT, said("hi")),
+            (CHAT, said("hi", stream=True)),
+            (chat_path(session), said("hi")),
+            (CHAT, []),
+            ("/nothing", {}),
+            (CHAT, said("x" * 2_000_000)),
+        ):
+            answer = await client.post(path, json=body, headers={"origin": origin})
+            assert answer.headers["access-control-allow-origin"] == origin
+            assert answer.headers["vary"] == "Origin"
+            exposed = answer.headers["access-control-expose-headers"].split(", ")
+            ours = [
+                name for name in answer.headers if name.startswith(("holdfast-", "x-", "retry-")) or name in DEPRECATION
+            ]
+            assert set(ours) - {"x-accel-buffering"} <= set(exposed)
+        other = await client.options(CHAT, headers=asked | {"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+        assert refusal_of(await client.post(CHAT, json=[], headers={"origin": "https://evil.example"}))[0] == 403
+
+
+async def test_any_origin_may_be_allowed_only_with_keys(tmp_path: Path) -> None:
+    for wrong, says in (("*", "needs --keys-file"), ("example.org", "is not an origin"), ("https://a/b", "is not an")):
+        with pytest.raises(ConfigError, match=says):
+            await serving(wordy_engine(), default_chat(), cors_origin=wrong).__aenter__()
+    keys = tmp_path / "keys"
+    keys.write_text("alice:key-a\n")
+    options = {"keys_file": str(keys), "cors_origin": "*"}
+    async with serving(wordy_engine(), default_chat(), **options) as server, client_of(server) as client:
+        answer = await client.get("/v1/models", headers={"origin": "https://a.example"})
+        assert refusal_of(answer) == (401, "unauthenticated")
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+# Connections
+
+
+async def connected(server: Server, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(*server.http.rsplit(":", 1))
+    writer.write(sent)
+    await writer.drain()
+    return reader, writer
+
+
+async def test_idle_connections_are_closed_for_new_ones_the_oldest_first() -> None:
+    async with serving(wordy_engine(), default_chat(), max_connections=8) as server:
+        idle = [await connected(server) for _ in range(20)]
+        async with client_of(server) as client:
+            assert (await client.get("/health")).status_code == 200
+            shown = (await client.get("/metrics")).text
+        assert [await reader.read() for reader, _ in idle[:13]] == [b""] * 13
+        assert not any(reader.at_eof() for reader, _ in idle[13:])
+        assert 'holdfast_http_connections_closed_total{reason="displaced"} 13.0' in shown
+        assert "holdfast_http_connections 8.0" in shown
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_connections_with_a_request_stay_and_whoever_comes_then_is_refused_at_once() -> None:
+    engine = wordy_engine()
+    options = {"max_connections": 2, "max_concurrent": 1}
+    async with serving(engine, default_chat(), **options) as server, client_of(server) as client:
+        body = json.dumps(said("hi", max_tokens=2)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        with held(engine):
+            busy = [await connected(server, head + body) for _ in range(2)]
+            await until(lambda: server.metrics.registry.get_sample_value("holdfast_queue_depth") == 1)
+            reader, writer = await connected(server)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+            writer.close()
+        for reader, writer in busy:
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+        assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /health HTTP/1.1\r\nhost: loc", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"]
+)
+async def test_a_connection_without_a_whole_request_is_closed_in_time(sent: bytes) -> None:
+    async with serving(wordy_engine(), default_chat(), connection_timeout_s=0.05) as server:
+        reader, writer = await connected(server, sent)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\r\n\r\n") else not answer
+        writer.close()
+
+
+async def test_headers_that_trickle_in_do_not_buy_time() -> None:
+    async with serving(wordy_engine(), default_chat(), connection_timeout_s=0.1) as server:
+        reader, writer = await connected(server, b"GET /health HTTP/1.1\r\n")
+        trickling = asyncio.create_task(_trickle(writer, b"a"))
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        trickling.cancel()
+        writer.close()
+
+
+async def _trickle(writer: asyncio.StreamWriter, byte: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            writer.write(byte)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_trickling", [False, True])
+async def test_a_body_that_stalls_or_trickles_in_is_408(is_trickling: bool) -> None:
+    async with serving(wordy_engine(), default_chat(), connection_timeout_s=0.1) as server:
+        head = b"POST /sessions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999\r\n\r\n{"
+        reader, writer = await connected(server, head)
+        trickling = asyncio.create_task(_trickle(writer, b" ")) if is_trickling else None
+        assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"request_timeout"' in await asyncio.wait_for(reader.read(), 20)
+        if trickling:
+            trickling.cancel()
+        writer.close()
+
+
+async def test_a_body_that_keeps_arriving_may_take_longer_than_a_stall() -> None:
+    async with serving(wordy_engine(), default_chat(), connection_timeout_s=0.2) as server, client_of(server) as client:
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(10):
+                yield b" " * 8192
+                await asyncio.sleep(0.04)
+            yield b"{}"
+
+        assert (await client.post("/sessions", content=chunks())).status_code == 200

@@ -464,12 +464,61 @@ async def test_a_session_whose_turn_is_queued_is_not_evicted() -> None:
         assert (await waiting).status_code == 200
 
 
-async def test_drain_ends_streams_that_outlast_it() -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        leaving = contextlib.AsyncExitStack()
-        server = await leaving.enter_async_context(serving(wordy_engine(), default_chat(), drain_s=0.1))
-        client = await stack.enter_async_context(client_of(server))
-        events = await stack.enter_async_context(streaming(client, CHAT, max_tokens=FOR_EVER))
-        await asyncio.wait_for(leaving.aclose(), 60)
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            assert [event async for event in events][-1] != "[DONE]"
+async def test_a_server_that_drains_refuses_queued_and_new_requests_and_finishes_what_runs() -> None:
+    leaving, engine = contextlib.AsyncExitStack(), wordy_engine()
+    server = await leaving.enter_async_context(serving(engine, default_chat(), drain_s=60, max_concurrent=1))
+    async with client_of(server) as client:
+        session = await open_session(client)
+        with held(engine):
+            running = asyncio.create_task(client.post(CHAT, json=said("hi")))
+            await until(lambda: engine.num_forwards > 0)
+            waiting = [asyncio.create_task(client.post(path, json=said("hi"))) for path in (CHAT, chat_path(session))]
+            await queued(server, 2)
+            closing = asyncio.create_task(leaving.aclose())
+            for answer in [await answer for answer in waiting]:
+                assert refusal_of(answer) == (503, "draining")
+                assert answer.headers["retry-after"] == "5"
+            for path in ("/sessions", CHAT, chat_path(session)):
+                assert refusal_of(await client.post(path, json=said("hi"))) == (503, "draining")
+            assert (await client.get("/readyz")).json() == {"status": "draining"}
+            assert not running.done()
+        assert (await running).status_code == 200
+    await closing
+
+
+async def test_requests_that_outlast_a_drain_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    leaving = contextlib.AsyncExitStack()
+    server = await leaving.enter_async_context(serving(wordy_engine(), default_chat(), drain_s=0.1))
+    async with client_of(server) as client:
+        first, second = [await open_session(client) for _ in range(2)]
+        running = asyncio.create_task(client.post(chat_path(first), json=said("hi", max_tokens=FOR_EVER)))
+        async with (
+            streaming(client, CHAT, max_tokens=FOR_EVER) as stateless,
+            streaming(client, chat_path(second), max_tokens=FOR_EVER) as turn,
+        ):
+            await leaving.aclose()
+            assert refusal_of(await running) == (503, "draining")
+            for events in (stateless, turn):
+                assert [event async for event in events][-1]["error"]["code"] == "draining"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_an_export_that_outlasts_a_drain_is_cut_off_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    leaving = contextlib.AsyncExitStack()
+    server = await leaving.enter_async_context(serving(wordy_engine(), default_chat(), drain_s=0.1))
+    async with client_of(server) as client:
+        session = await open_session(client)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("starlette.responses.StreamingResponse.stream_response", _endless)
+            async with client.stream("GET", f"/sessions/{session}/export") as response:
+                assert response.status_code == 200
+                await leaving.aclose()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await response.aread()
+    assert "Traceback" not in caplog.text
+
+
+async def _endless(response: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+    await send({"type": "http.response.body", "body": b"1", "more_body": True})
+    await asyncio.sleep(600)

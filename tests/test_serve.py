@@ -1,8 +1,10 @@
 """`holdfast serve` as a process: banner, a chat against it, drain, and what it refuses."""
 
+import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+from holdfast.serving.logs import RepeatLimit
 
 COMMAND = [sys.executable, "-m", "holdfast.cli"]
 OPTIONS = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--recent", "64", "--max-pin", "16", "--sessions", "3"]
@@ -46,9 +49,13 @@ class Process:
         return found.group(1)
 
 
-def start(*options: str, env: dict[str, str] | None = None) -> Process:
+def start(*options: str, env: dict[str, str] | None = None, shell: str = "") -> Process:
+    """`shell`: commands that come before, in the same process."""
     process = subprocess.Popen(
-        [*COMMAND, "serve", *OPTIONS, *options], stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
+        ["sh", "-c", f'{shell}\nexec "$@"', "sh", *COMMAND, "serve", *OPTIONS, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | (env or {}),
     )
     assert process.stderr
     banner = ""
@@ -132,6 +139,46 @@ def test_ctrl_c_drains_and_exits_0_and_aliases_warn() -> None:
         running.process.send_signal(signal.SIGINT)
         assert sum(event.HasField("token") for event in call) == 11  # what ran may end
     assert running.stop() == 0
+
+
+def test_a_flood_of_idle_connections_neither_closes_the_door_nor_fills_the_log() -> None:
+    running = start(shell="ulimit -Sn 100; ulimit -Hn 320")
+    try:
+        limits = Path(f"/proc/{running.process.pid}/limits")
+        if limits.exists():
+            assert re.search(r"Max open files +320 +320", limits.read_text())
+        host, port = running.http.split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(400)]
+        for _ in range(3):
+            assert httpx.get(f"http://{running.http}/health", timeout=10).status_code == 200
+        for connection in idle:
+            connection.close()
+        running.process.terminate()
+        _, log = running.process.communicate(timeout=30)
+        assert len(log) < 1000, log[:1000]
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def test_repeated_log_lines_are_counted_instead_of_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, passed, limit = 0.0, list[str](), RepeatLimit(num_lines=2)
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+
+    def log(line: int, text: str, level: int = logging.WARNING) -> None:
+        record = logging.LogRecord("x", level, "x.py", line, "%s", (text,), None)
+        if limit.filter(record):
+            passed.append(record.getMessage())
+
+    for number in range(5):
+        log(1, f"a{number}")
+        log(2, f"access {number}", logging.INFO)
+    log(3, "b")
+    assert passed == ["a0", "access 0", "a1", "access 1", "access 2", "access 3", "access 4", "b"]
+    clock = 60.0
+    log(1, "a5")
+    log(3, "b")
+    assert passed[-2:] == ["a5 (3 more like this were not logged)", "b"]
 
 
 @pytest.mark.parametrize(

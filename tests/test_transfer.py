@@ -327,6 +327,26 @@ async def test_a_snapshot_that_a_stranger_made_up_never_reaches_a_slab() -> None
             await server.stub.CloseSession(pb.CloseSessionRequest(session_id=answer.session_id))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("label", "x" * 1001),
+        ("group", "x" * 1001),
+        ("metadata", {str(number): "" for number in range(65)}),
+        ("eos_token_ids", (1,) * 4097),
+    ],
+)
+async def test_a_file_with_lists_and_labels_without_measure_is_refused_by_name(field: str, value: Any) -> None:
+    async with serving(SlowEngine()) as server:
+        whole = decode(await exported(server, await create(server, [1, 2])))
+        opened = dataclasses.replace(whole.opened, **{field: value})
+        data = b"".join(encode(dataclasses.replace(whole, opened=opened)))
+        async with refused(grpc.StatusCode.INVALID_ARGUMENT, "invalid_argument", reason="beyond_limits"):
+            await imported(server, data)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"cannot be imported: {field} may have at most"):
+            await imported(server, data)
+
+
 async def test_files_beyond_the_limit_are_refused_at_both_doors() -> None:
     limits = {"max_session_mb": 1, "max_body_mb": 1}
     async with serving(wordy_engine(), default_chat(), **limits) as server, client_of(server) as client:
@@ -358,6 +378,7 @@ async def test_few_files_come_in_at_once_and_those_that_stall_give_up_their_plac
 
     async def chunks(number: int) -> AsyncIterator[bytes]:
         nonlocal num_ended
+        yield bytes(transfers._SMALL + 1)
         begun.append(number)
         ended_before.append(num_ended)
         yield b"no session file"
@@ -377,6 +398,45 @@ async def test_few_files_come_in_at_once_and_those_that_stall_give_up_their_plac
     for number in range(3, 6):
         with pytest.raises(SessionFileRefused, match="send it again"):
             await incoming.import_file("me", chunks(number))
+
+
+async def test_uploads_that_hardly_send_and_another_owners_uploads_keep_nobody_waiting() -> None:
+    worker = Worker(SlowEngine())
+    incoming = transfers.Transfers(Runtime(EmbeddedBackend(worker, model_of(worker.engine))))
+    num_waiting = 0
+
+    async def chunks(first: bytes) -> AsyncIterator[bytes]:
+        nonlocal num_waiting
+        yield first
+        num_waiting += 1
+        await asyncio.Event().wait()
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield bytes(transfers._SMALL + 1)
+
+    slow = [asyncio.ensure_future(incoming.import_file("me", chunks(b"H"))) for _ in range(9)]
+    slow += [asyncio.ensure_future(incoming.import_file("you", chunks(bytes(1 << 20)))) for _ in range(9)]
+    await until(lambda: num_waiting == 11)
+    for _ in range(2):
+        with pytest.raises(SessionFileRefused, match="not a session file"):
+            await asyncio.wait_for(incoming.import_file("me", whole()), 20)
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_an_upload_that_trickles_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(SlowEngine())
+    incoming = transfers.Transfers(Runtime(EmbeddedBackend(worker, model_of(worker.engine))))
+    monkeypatch.setattr(transfers, "_STALL_S", 0.05)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        while True:
+            yield b"H"
+            await asyncio.sleep(0.005)
+
+    with pytest.raises(SessionFileRefused, match="too slow"):
+        await asyncio.wait_for(incoming.import_file("me", chunks()), 20)
 
 
 async def test_an_import_whose_journal_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ class ServeConfig:
     tls_cert: str = option("", "TLS certificate chain for both endpoints, a PEM file")
     tls_key: str = option("", "private key of --tls-cert, a PEM file")
     insecure: bool = option(False, "allow addresses other than loopback without API keys")
+    cors_origin: str = option(
+        "", "origins of web pages that may use the HTTP endpoint, comma-separated; *: any, which needs API keys"
+    )
+    allowed_hosts: str = option(
+        "", "names besides localhost that HTTP requests may address, comma-separated; checked only without API keys"
+    )
     idle_ttl_s: float = option(0.0, "seconds after which an idle session is closed; 0: never")
     data_dir: str = option("", "directory that keeps sessions across restarts; empty: they end with the process")
     max_parked: int = option(
@@ -66,6 +72,12 @@ class ServeConfig:
     queue_max: int = option(1024, "longest queue; further requests are rejected", least=1)
     max_body_mb: int = option(64, "largest request body, in MB", least=1)
     max_session_mb: int = option(1024, "largest session file that can be imported, in MB", least=1)
+    max_connections: int = option(
+        0, "HTTP connections that may be open at once; 0: as many as the limit on open files allows"
+    )
+    connection_timeout_s: float = option(
+        30.0, "seconds that an HTTP connection may be idle, and that a client may stall while it sends a request"
+    )
     deprecation_headers: bool = option(True, "send headers that point stateless clients to sessions")
     sunset: str = option("2027-12-31", "date in the Sunset header of stateless responses, YYYY-MM-DD")
     log_prompts: bool = option(False, "write request bodies to the access log")

@@ -13,6 +13,8 @@ HoldfastError
 ├── CapacityExhausted        no free slab, no free place
 │   └── QueueTimeout         a place in the queue, but no turn in time
 ├── PayloadTooLarge          a request body beyond the limit
+├── RequestTimeout           a request body that stopped arriving, or arrives too slowly
+├── ModelNotFound            another model than the one that is served
 ├── SessionNotFound          unknown, closed, expired or evicted
 ├── SessionBusy              one operation at a time
 ├── IdempotencyMismatch      a key that was used for another request
@@ -121,6 +123,14 @@ class QueueTimeout(CapacityExhausted):
 
 class PayloadTooLarge(HoldfastError):
     code = "payload_too_large"
+
+
+class RequestTimeout(HoldfastError):
+    code = "request_timeout"
+
+
+class ModelNotFound(HoldfastError):
+    code = "model_not_found"
 
 
 class SessionNotFound(HoldfastError):
@@ -261,6 +271,9 @@ class Unimplemented(HoldfastError):
 
 class Draining(HoldfastError):
     code = "draining"
+
+    def __init__(self, message: str = "the server is shutting down; send the request to another one") -> None:
+        super().__init__(message)
 
 
 class EngineDied(HoldfastError):

@@ -50,6 +50,12 @@ class Metrics:
         self.admission = counter("admission_total", "requests by what became of them at the entrance", "outcome")
         self.http_requests = counter("http_requests_total", "requests by route and status", "route", "status")
         self.http_duration = histogram("http_request_duration_seconds", "from request to last byte", _SECONDS)
+        self.http_connections = gauge("http_connections", "open HTTP connections")
+        self.http_connections_closed = counter(
+            "http_connections_closed_total",
+            "connections closed for being idle, for a new one (displaced), or at once for lack of room (refused)",
+            "reason",
+        )
         self.grpc_requests = counter("grpc_requests_total", "calls by method and result", "method", "code")
         self.upstream_requests = counter("upstream_requests_total", "requests to the upstream by result", "outcome")
         self.upstream_duration = histogram("upstream_duration_seconds", "from request to its whole reply", _SECONDS)

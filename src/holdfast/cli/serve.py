@@ -32,8 +32,10 @@ from holdfast.errors import ConfigError, ModelError
 from holdfast.metrics import Metrics
 from holdfast.models import ModelSource, open_model
 from holdfast.serving.http import Upstream
+from holdfast.serving.http.web_pages import read_origins
 from holdfast.serving.keys import check_bind, check_free, read_keys
 from holdfast.serving.lifecycle import Chat, ServerAddresses, serve
+from holdfast.serving.logs import RepeatLimit
 from holdfast.sessions.ports import ServedBackend
 
 _NOT_YET = ("block_size", "num_diffusion_steps")
@@ -55,7 +57,10 @@ def register(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log = logging.StreamHandler()
+    log.addFilter(RepeatLimit())
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=arguments.log_level.upper(), format=form, handlers=[log])
     console = Console(stderr=True, highlight=False)
     server, engine = from_arguments(ServeConfig, arguments), from_arguments(EngineConfig, arguments)
     if arguments.model and arguments.verifier_id:
@@ -65,8 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, unused) is not None:
             flag = "--" + unused.replace("_", "-")
             console.print(f"[yellow]{flag} has no effect yet: there is no block-diffusion proposer[/]")
+    keys = read_keys(server.keys_file)
+    read_origins(server, keys)
     for address in filter(None, (server.grpc, server.http)):  # before the model is loaded
-        check_bind(address, read_keys(server.keys_file), insecure=server.insecure)
+        check_bind(address, keys, insecure=server.insecure)
         check_free(address)
     upstream = from_arguments(UpstreamConfig, arguments)
     check_upstream(server, upstream)

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError, Unauthenticated
@@ -28,11 +28,13 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._owners)
 
-    def owner_of(self, authorization: str | None) -> str:
-        """The owner for an `authorization` header or metadata value."""
+    def owner_of(self, authorization: Sequence[str]) -> str:
+        """The owner for the `authorization` headers or metadata values of a request, of which there is one at most."""
+        if len(authorization) > 1:
+            raise Unauthenticated("the request has several authorization headers; send one")
         if not self._owners:
             return LOCAL_OWNER
-        scheme, _, key = (authorization or "").partition(" ")
+        scheme, _, key = "".join(authorization).partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Unauthenticated("an API key is required: send 'authorization: Bearer KEY'")
         given, found = _digest(key.strip()), None

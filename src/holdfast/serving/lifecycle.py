@@ -5,13 +5,16 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,7 +31,16 @@ from holdfast.errors import ConfigError, EngineDied, HoldfastError
 from holdfast.metrics import Metrics
 from holdfast.serving.grpc import GrpcServer, create_server
 from holdfast.serving.http import Upstream, create_app
+from holdfast.serving.http.connections import (
+    Connections,
+    HttpProtocol,
+    Listener,
+    default_max_connections,
+    raise_file_limit,
+)
+from holdfast.serving.http.web_pages import read_origins
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
+from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
 from holdfast.sessions.journal.snapshots import SnapshotStore
@@ -41,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.25
 _PURGE_INTERVAL_S = 3600.0
+_END_S = 0.5  # for responses on their way, once nothing runs any more
 _DAY_S = 86_400
 _MB = 1024 * 1024
 _MODEL = "model.json"
@@ -78,6 +91,7 @@ async def serve(
     on_ready: Callable[[ServerAddresses], None] = lambda addresses: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain: admit nothing new, let running work end, stop."""
+    raise_file_limit()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -97,6 +111,7 @@ async def running(
     addresses = [address for address in (config.grpc, config.http) if address]
     for address in addresses:
         check_bind(address, keys, insecure=config.insecure)
+    read_origins(config, keys)
     opening = open_storage(config, metrics, backend.model)
     storage = await asyncio.to_thread(opening.__enter__)
     try:
@@ -137,11 +152,13 @@ async def _endpoints(
 ) -> AsyncIterator[ServerAddresses]:
     is_draining = False
     http = None
+    calls: list[RunningCalls] = []
     backend.start()
     try:
         await backend.prepare()  # it may learn more about the model, which both endpoints report
         transfers = Transfers(runtime, chats)
         grpc_server = create_server(runtime, transfers, config, keys)
+        calls.append(grpc_server.running)
         if config.http:
             app = create_app(
                 runtime,
@@ -152,7 +169,8 @@ async def _endpoints(
                 keys=keys,
                 not_ready=lambda: "draining" if is_draining else storage.journal.health,
             )
-            http = _http_server(app, config)
+            http = _http_server(app, config, runtime.metrics)
+            calls.append(app.running)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections need not walk through it
         async with asyncio.TaskGroup() as group:
@@ -168,7 +186,9 @@ async def _endpoints(
                 yield ServerAddresses(_shown(config.grpc, grpc_server.port), http.address if http else None)
             finally:
                 is_draining = True
-                await _drain(runtime, grpc_server, config.drain_s)
+                if chats is not None:
+                    chats.setup.admission.drain()
+                await _drain(runtime, grpc_server, calls, config.drain_s)
                 if http:
                     http.server.should_exit = True
                 for task in tasks:
@@ -212,15 +232,28 @@ async def _purge(journal: Journal, retain_days: int) -> None:
         await asyncio.sleep(_PURGE_INTERVAL_S)
 
 
-async def _drain(runtime: Runtime, grpc_server: GrpcServer, drain_s: float) -> None:
+async def _drain(runtime: Runtime, grpc_server: GrpcServer, calls: list[RunningCalls], drain_s: float) -> None:
+    """Take no more calls, let those that run end in time, and tell the others that the server is going away."""
+    for running_calls in calls:
+        running_calls.drain()
     await grpc_server.set_serving(False)
     if not await runtime.drain(drain_s):
         logger.warning("some generations were still running after %g s and are cancelled", drain_s)
-    await grpc_server.stop(grace_s=0.5)
+    await asyncio.gather(*(running_calls.end(_END_S) for running_calls in calls))
+    await runtime.drain(_END_S)  # what was cut off is rolled back
+    await grpc_server.stop(_END_S)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process that serves both endpoints."""
+    """Leaves signals to the process that serves both endpoints, and closes idle connections."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def on_tick(self, counter: int) -> bool:
+        self._connections.close_idle()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -234,16 +267,19 @@ class _HttpServer:
     address: str
 
 
-def _http_server(app: ASGIApp, config: ServeConfig) -> _HttpServer:
+def _http_server(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> _HttpServer:
     host, port = split_address(config.http)
     try:
         bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as exc:
         raise ConfigError(f"cannot listen on {config.http}: {exc.strerror}; choose another --http") from exc
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small answers do not wait for an acknowledgement
+    connections = Connections(config.max_connections or default_max_connections(), config.connection_timeout_s, metrics)
+    protocol: Any = partial(HttpProtocol, connections)
     settings = uvicorn.Config(
         app,
-        http="h11",  # another parser, where one is installed, would refuse other requests, and not in our words
+        http=protocol,  # of h11: another parser would refuse other requests, and not in our words
+        timeout_keep_alive=math.ceil(config.connection_timeout_s),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -251,7 +287,8 @@ def _http_server(app: ASGIApp, config: ServeConfig) -> _HttpServer:
         ssl_certfile=config.tls_cert or None,
         ssl_keyfile=config.tls_key or None,
     )
-    return _HttpServer(_Uvicorn(settings), bound, _shown(config.http, bound.getsockname()[1]))
+    listener = Listener(bound, connections)
+    return _HttpServer(_Uvicorn(settings, connections), listener, _shown(config.http, listener.getsockname()[1]))
 
 
 def _shown(address: str, port: int) -> str:

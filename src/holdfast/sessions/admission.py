@@ -5,7 +5,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from holdfast.errors import CapacityExhausted, InvalidArgument, Paused, QueueTimeout
+from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, Paused, QueueTimeout
 from holdfast.metrics import Metrics
 
 
@@ -72,6 +72,8 @@ class Admission:
         self._max_pause_s = max_pause_s
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._is_draining = False
+        self._entering: set[asyncio.Task[object]] = set()
         self._metrics = metrics
         metrics.queue_depth.set_function(lambda: float(self._places.num_waiting))
 
@@ -85,6 +87,12 @@ class Admission:
     def resume(self) -> None:
         self._is_open.set()
 
+    def drain(self) -> None:
+        """Admit nobody from now on; whoever waits gets Draining."""
+        self._is_draining = True
+        for task in self._entering:
+            task.cancel()
+
     @contextlib.asynccontextmanager
     async def admitted(self, num: int = 1) -> AsyncIterator[None]:
         """Places for `num` generations, all at once. A caller that leaves while it waits leaves the queue."""
@@ -92,6 +100,11 @@ class Admission:
             raise InvalidArgument(
                 f"n times the number of prompts must be at most {self._places.size} here, got {num}", param="n"
             )
+        if self._is_draining:
+            raise Draining
+        task = asyncio.current_task()
+        assert task is not None
+        self._entering.add(task)
         try:
             await self._enter(num)
         except CapacityExhausted as exc:
@@ -99,7 +112,11 @@ class Admission:
             raise
         except asyncio.CancelledError:
             self._metrics.admission.labels("left").inc()
+            if self._is_draining and not task.uncancel():  # it was cancelled by `drain` alone
+                raise Draining from None
             raise
+        finally:
+            self._entering.discard(task)
         self._metrics.admission.labels("admitted").inc()
         try:
             yield

@@ -54,7 +54,7 @@ class Operations:
 
     def check_open(self) -> None:
         if self._is_draining:
-            raise Draining("the server is shutting down; send the request to another one")
+            raise Draining
 
     def begin(self) -> None:
         self._num_running += 1

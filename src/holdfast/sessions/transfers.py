@@ -1,12 +1,14 @@
 """Export and import of sessions as files, for both endpoints. On one event loop, heavy work in threads."""
 
 import asyncio
+import contextlib
 from array import array
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast.errors import SessionFileRefused, SessionNotFound, StorageUnavailable
+from holdfast.errors import InvalidArgument, SessionFileRefused, SessionNotFound, StorageUnavailable
 from holdfast.sessions.journal.base import (
     Entry,
     Rewarded,
@@ -16,13 +18,16 @@ from holdfast.sessions.journal.base import (
     TurnRecorded,
     with_bodies,
 )
+from holdfast.sessions.limits import Pace, check_ids, check_label, check_metadata
 from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session import new_session_id, restored
 from holdfast.sessions.session_file import ModelIdentity, PortableSession, Span, check_fit, decode, encode
 
-_AT_ONCE = 2  # files that come in; each is held in memory, whole
+_AT_ONCE = 4  # files that come in; each is held in memory, whole
+_AT_ONCE_OF_OWNER = 2
+_SMALL = 1 << 18  # bytes; a file needs no place before it is larger than that
 _STALL_S = 30.0
 
 
@@ -66,6 +71,7 @@ class Transfers:
         self._runtime = runtime
         self._chats = chats
         self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places_of = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_AT_ONCE_OF_OWNER))
 
     async def export(
         self, session_id: str, owner: str, *, with_snapshot: bool = True, is_admin: bool = False
@@ -81,10 +87,30 @@ class Transfers:
     async def import_file(self, owner: str, chunks: AsyncIterator[bytes]) -> Imported:
         """A new session, whose tokens are exactly those of the file. All of it is imported, or SessionFileRefused.
 
-        Few files come in at once: the others are not read before it is their turn.
+        Few files come in at once, fewer still of one owner: of the others only the beginning is read before it is
+        their turn. So a client that sends hardly anything keeps nobody waiting.
         """
-        async with self._places:
-            return await self._import(owner, await _received(chunks))
+        data, pace = bytearray(), Pace(_STALL_S)
+        async with contextlib.AsyncExitStack() as place:
+            is_whole = has_place = False
+            while not is_whole:
+                try:
+                    chunk = await pace.wait_for(anext(chunks))
+                except StopAsyncIteration:
+                    is_whole = True
+                except TimeoutError:
+                    raise SessionFileRefused(
+                        f"the upload of the session file stalled for {_STALL_S:g} s, or is too slow; send it again",
+                        reason="truncated",
+                    ) from None
+                else:
+                    data += chunk
+                    pace.received(len(chunk))
+                if not has_place and (is_whole or len(data) > _SMALL):
+                    await place.enter_async_context(self._places_of[owner])
+                    await place.enter_async_context(self._places)
+                    has_place = True
+            return await self._import(owner, data)
 
     async def _import(self, owner: str, data: bytearray) -> Imported:
         runtime = self._runtime
@@ -169,22 +195,16 @@ class Transfers:
             raise SessionFileRefused(
                 "this is a chat session, and the server runs without the HTTP endpoint", reason="no_chat"
             )
+        opened = session.opened
+        try:
+            check_label("label", opened.label)
+            check_label("group", opened.group)
+            check_metadata("metadata", opened.metadata)
+            check_ids("eos_token_ids", opened.eos_token_ids)
+        except InvalidArgument as exc:
+            raise SessionFileRefused(f"the session cannot be imported: {exc}", reason="beyond_limits") from exc
         check_fit(session, self._model)
         return session
-
-
-async def _received(chunks: AsyncIterator[bytes]) -> bytearray:
-    data = bytearray()
-    while True:
-        try:
-            async with asyncio.timeout(_STALL_S):
-                data += await anext(chunks)
-        except StopAsyncIteration:
-            return data
-        except TimeoutError:
-            raise SessionFileRefused(
-                f"the upload of the session file stalled for {_STALL_S:g} s; send it again", reason="truncated"
-            ) from None
 
 
 def _spans(entries: list[Entry]) -> tuple[Span, ...]:

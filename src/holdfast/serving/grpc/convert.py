@@ -7,6 +7,7 @@ from holdfast.errors import InvalidArgument
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.history import SpanKind, SpanPiece
+from holdfast.sessions.limits import check_biases, check_ids
 from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.view import SessionState, SessionView
 
@@ -37,6 +38,8 @@ _OPTIONAL = (
 
 def sampling_params(options: pb.SamplingOptions, max_tokens: int, eos_token_ids: frozenset[int]) -> SamplingParams:
     """Fields that the wire leaves out keep their defaults; without a seed one is drawn, and reported."""
+    check_ids("stop_token_ids", options.stop_token_ids)
+    check_biases("logit_bias", options.logit_bias)
     given = {name: getattr(options, name) for name in _OPTIONAL if options.HasField(name)}
     return SamplingParams(
         seed=options.seed if options.HasField("seed") else secrets.randbits(64),

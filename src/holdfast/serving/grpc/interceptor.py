@@ -11,9 +11,10 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from holdfast.errors import HoldfastError, InvalidArgument
+from holdfast.errors import Draining, HoldfastError, InvalidArgument
 from holdfast.metrics import Metrics
 from holdfast.serving.keys import LOCAL_OWNER, Keys
+from holdfast.serving.running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, service: str, keys: Keys, metrics: Metrics) -> None:
         self._prefix = f"/{service}/"
+        self.running = RunningCalls()
         self._keys = keys
         self._metrics = metrics
 
@@ -58,7 +60,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 messages = behaviour(decode(data), context)
                 try:
                     async for message in messages:
+                        self.running.begin_sending()
                         yield message
+                        self.running.finish_sending()
                 finally:
                     await messages.aclose()
 
@@ -76,26 +80,33 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return call
 
     def _watched(self, method: str, context: Any) -> "_Watch":
-        return _Watch(method, context, self._keys, self._metrics)
+        return _Watch(method, context, self._keys, self._metrics, self.running)
 
 
 class _Watch:
     """Authenticates on the way in; on the way out counts the call and turns errors into statuses."""
 
-    def __init__(self, method: str, context: Any, keys: Keys, metrics: Metrics) -> None:
+    def __init__(self, method: str, context: Any, keys: Keys, metrics: Metrics, running: RunningCalls) -> None:
         self._method = method
         self._context = context
         self._keys = keys
         self._metrics = metrics
+        self._running = running
 
     async def __aenter__(self) -> None:
         try:
-            metadata = dict(self._context.invocation_metadata() or ())
-            current_owner.set(self._keys.owner_of(metadata.get("authorization")))
+            metadata = self._context.invocation_metadata() or ()
+            current_owner.set(self._keys.owner_of([value for key, value in metadata if key == "authorization"]))
+            self._running.check_open()
         except HoldfastError as exc:
             await self._abort(exc)
+        await self._running.__aenter__()
 
     async def __aexit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
+        try:
+            await self._running.__aexit__(kind, exc, traceback)
+        except Draining as draining:
+            exc = draining
         if exc is None:
             self._count("OK")
         elif isinstance(exc, HoldfastError):
@@ -128,6 +139,7 @@ def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 # The error table of the gRPC endpoint
 
 DOMAIN = "holdfast"
+_MAX_TOLD = 1000  # characters: what a client wrote may be in a message, and trailers have a limit
 
 STATUS = {
     "session_not_found": grpc.StatusCode.NOT_FOUND,
@@ -157,9 +169,10 @@ def code_of(error: HoldfastError) -> grpc.StatusCode:
 
 async def abort(context: Any, error: HoldfastError) -> None:
     """End the call with the error's status, its sentence and its facts. Always raises."""
-    info = error_details_pb2.ErrorInfo(reason=error.code, domain=DOMAIN, metadata=error.details)
+    details = {key: value[:_MAX_TOLD] for key, value in error.details.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.code, domain=DOMAIN, metadata=details)
     detail = any_pb2.Any()
     detail.Pack(info)
     number = code_of(error).value[0]
-    status = status_pb2.Status(code=number, message=str(error), details=[detail])
+    status = status_pb2.Status(code=number, message=str(error)[:_MAX_TOLD], details=[detail])
     await context.abort_with_status(rpc_status.to_status(status))

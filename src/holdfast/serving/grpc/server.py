@@ -17,22 +17,28 @@ from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import Guard
 from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.keys import Keys
+from holdfast.serving.logs import hide_metadata
+from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
 
 SERVICE: str = runtime_pb2.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 _MAX_REQUEST_BYTES = 64 * 1024 * 1024
+_HANDSHAKE_MS = 10_000
+_IDLE_MS = 300_000
+_MAX_CALLS = 1024  # on one connection; further ones wait at the client
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcServer:
-    """A server that is not started yet, the port it got, and its health."""
+    """A server that is not started yet, the port it got, its health and its calls."""
 
     server: Any
     port: int
     health: Any
+    running: RunningCalls
 
     async def start(self) -> None:
         await self.server.start()
@@ -51,8 +57,14 @@ def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, k
     options = [
         ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
         ("grpc.so_reuseport", 0),  # two servers on one port would share calls at random
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),  # without a call; clients connect again by themselves
+        ("grpc.keepalive_time_ms", _IDLE_MS),  # so that a peer that is gone is noticed
+        ("grpc.max_concurrent_streams", _MAX_CALLS),
     ]
-    server = grpc.aio.server(interceptors=[Guard(SERVICE, keys or Keys(), runtime.metrics)], options=options)
+    hide_metadata()
+    guard = Guard(SERVICE, keys or Keys(), runtime.metrics)
+    server = grpc.aio.server(interceptors=[guard], options=options)
     service = RuntimeService(runtime, transfers, max_session_mb=config.max_session_mb)
     rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
@@ -64,7 +76,7 @@ def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, k
         raise ConfigError(
             f"cannot listen on {config.grpc}: the address is in use or not available; choose another --grpc"
         ) from exc
-    return GrpcServer(server, port, servicer)
+    return GrpcServer(server, port, servicer, guard.running)
 
 
 def _bind(server: Any, config: ServeConfig) -> int:

@@ -11,6 +11,7 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import current_owner
 from holdfast.serving.keys import is_admin
+from holdfast.sessions.limits import check_ids, check_label, check_metadata
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import pieces
 from holdfast.sessions.transfers import Transfers
@@ -31,6 +32,9 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         self._max_session_mb = max_session_mb
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
+        check_label("client_label", request.client_label)
+        check_ids("eos_token_ids", request.eos_token_ids)
+        check_metadata("metadata", request.metadata)
         view = await self._runtime.create(
             current_owner.get(),
             label=request.client_label,
@@ -98,6 +102,7 @@ class RuntimeService(rpc.RuntimeServiceServicer):
             yield convert.event(value)
 
     async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
+        check_label("client_label", request.client_label)
         view, recomputed = await self._runtime.fork(
             request.session_id,
             current_owner.get(),

@@ -6,13 +6,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
 from holdfast.serving.http.middleware import IMPORT_PATH, HttpMiddleware, owner_of
-from holdfast.serving.http.openapi import document
+from holdfast.serving.http.openapi import document, index
 from holdfast.serving.http.routes_admin import ControlRoutes, HealthRoutes
 from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
@@ -31,10 +31,11 @@ def create_app(
     upstream: Upstream | None = None,
     keys: Keys | None = None,
     not_ready: Callable[[], str | None] = lambda: None,
-) -> ASGIApp:
+) -> HttpMiddleware:
     """Health and metrics, and where there are `chats` the whole API."""
     health = HealthRoutes(runtime.metrics, not_ready)
     routes = [
+        Route("/", index),
         Route("/health", health.health),
         Route("/healthz", health.health),
         Route("/readyz", health.readyz),
@@ -61,8 +62,12 @@ def _chat_routes(
         chats.get(request.path_params["session_id"], owner_of(request))
         return await openai.models(request)
 
+    async def session_model(request: Request) -> Response:
+        chats.get(request.path_params["session_id"], owner_of(request))
+        return await openai.model(request)
+
     one = "/sessions/{session_id}"
-    rest = [Route(f"{one}/v1/models", session_models)]
+    rest = [Route(f"{one}/v1/models", session_models), Route(f"{one}/v1/models/{{model:path}}", session_model)]
     if upstream is not None:
         rest = [Route(f"{one}/{{path:path}}", UpstreamRoutes(chats, upstream).passed, methods=METHODS)]
     return [

@@ -11,6 +11,7 @@ from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy
 
 STATUS = {
     "session_not_found": 404,
+    "model_not_found": 404,
     "session_busy": 409,
     "history_conflict": 409,
     "message_mismatch": 400,
@@ -35,6 +36,7 @@ STATUS = {
     "storage_unavailable": 503,
     "recompute_too_long": 409,
     "payload_too_large": 413,
+    "request_timeout": 408,
     "unimplemented": 501,
     "draining": 503,
 }

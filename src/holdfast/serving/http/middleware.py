@@ -1,4 +1,4 @@
-"""Around every request: a request id, the API key, a size limit, the error table, a count, and the access log."""
+"""Around every request: a request id, who may call, a size limit, the error table, a count, and the access log."""
 
 import email.utils
 import logging
@@ -16,16 +16,19 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.config import ServeConfig
-from holdfast.errors import HoldfastError, PayloadTooLarge
+from holdfast.errors import Draining, HoldfastError, PayloadTooLarge, RequestTimeout
 from holdfast.metrics import Metrics
-from holdfast.serving.http.error_response import response_for
-from holdfast.serving.http.response import ClientGone
+from holdfast.serving.http.error_response import body_of, response_for
+from holdfast.serving.http.response import ClientGone, sse
+from holdfast.serving.http.web_pages import PageGuard, read_origins, with_cors
 from holdfast.serving.keys import Keys
+from holdfast.serving.running_calls import RunningCalls
+from holdfast.sessions.limits import Pace
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("holdfast.access")
 
-OPEN_PATHS = ("/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
+OPEN_PATHS = ("/", "/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
 IMPORT_PATH = "/sessions/import"
 STATELESS_PATHS = ("/v1/chat/completions", "/v1/completions")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -38,9 +41,13 @@ class HttpMiddleware:
     def __init__(self, router: Router, config: ServeConfig, keys: Keys, metrics: Metrics) -> None:
         self._router = router
         self._keys = keys
+        self.running = RunningCalls()
+        self._page_guard = PageGuard(config, keys)
+        self._app = with_cors(self._handle, read_origins(config, keys))
         self._metrics = metrics
         self._limit = _Limit(config.max_body_mb, "the request body", "--max-body-mb")
         self._import_limit = _Limit(config.max_session_mb, "the session file", "--max-session-mb")
+        self._patience_s = config.connection_timeout_s
         self._logs_bodies = config.log_prompts
         self._is_plain = config.compat == "miles"
         self._deprecation: dict[str, str] = {}
@@ -53,12 +60,15 @@ class HttpMiddleware:
             }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+        if scope["type"] == "http":
+            await self._app(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = _Call(scope, receive, send, self._deprecation if scope["path"] in STATELESS_PATHS else {})
         started = time.perf_counter()
         try:
-            await self._guarded(call)
+            async with self.running:
+                await self._guarded(call)
         except (ClientGone, ClientDisconnect):
             call.status = call.status or _GONE
         except Exception as exc:  # noqa: BLE001 - every request gets an answer
@@ -73,8 +83,10 @@ class HttpMiddleware:
 
     async def _guarded(self, call: "_Call") -> None:
         headers = Headers(scope=call.scope)
+        self._page_guard.check(headers)
         if call.scope["path"] not in OPEN_PATHS:
-            call.scope["holdfast.owner"] = self._keys.owner_of(headers.get("authorization"))
+            call.scope["holdfast.owner"] = self._keys.owner_of(headers.getlist("authorization"))
+            self.running.check_open()
         length = headers.get("content-length", "")
         limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
         if length.isdigit():
@@ -100,13 +112,24 @@ class HttpMiddleware:
     def _limited(self, call: "_Call", limit: "_Limit") -> Receive:
         received = 0
         is_logged = self._logs_bodies and limit is self._limit  # session files are no text
+        pace = Pace(self._patience_s) if limit is self._limit else None  # session files have their own
 
         async def receive() -> Message:
-            nonlocal received
-            message = await call.receive()
+            nonlocal received, pace
+            try:
+                message = await (pace.wait_for(call.receive()) if pace else call.receive())
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"the request body stopped arriving, or arrives too slowly, for {self._patience_s:g} s; "
+                    "send it again"
+                ) from None
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 limit.check(received)
+                if pace:
+                    pace.received(len(message.get("body", b"")))
+                if not message.get("more_body"):
+                    pace = None  # what is waited for from now on is that the client leaves
                 if is_logged:
                     call.body += message.get("body", b"")
             return message
@@ -114,6 +137,9 @@ class HttpMiddleware:
         return receive
 
     async def _refuse(self, call: "_Call", exc: Exception) -> None:
+        if isinstance(exc, Draining) and call.status:
+            await call.end_events(exc)
+            return
         if call.status:  # too late for an answer: end the connection instead of pretending that all went well
             raise exc
         response = response_for(exc, is_plain=self._is_plain, request_id=call.request_id)
@@ -159,14 +185,25 @@ class _Call:
         self.receive = receive
         self.status = 0
         self.body = b""
+        self._has_ended = False
+        self._is_events = False
         self._send = send
         self._extra = extra | {"x-request-id": self.request_id}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message).update(self._extra)
+            headers = MutableHeaders(scope=message)
+            self._is_events = headers.get("content-type", "").startswith("text/event-stream")
+            headers.update(self._extra)
+        elif not message.get("more_body"):
+            self._has_ended = True
         await self._send(message)
+
+    async def end_events(self, error: HoldfastError) -> None:
+        """End a stream of events with an error. Of any other response that was begun the connection is closed."""
+        if self._is_events and not self._has_ended:
+            await self.send({"type": "http.response.body", "body": sse(body_of(error)), "more_body": False})
 
 
 def owner_of(request: Request) -> str:

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast import __version__
+from holdfast.serving.http.descriptions import describe
 from holdfast.serving.http.schema import (
     ChatCompletion,
     Completion,
@@ -19,14 +20,26 @@ from holdfast.serving.http.schema import (
 )
 from holdfast.sessions.view import MAX_PAGE, SessionState
 
-_SESSION = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
-_SNAPSHOT = {"name": "snapshot", "in": "query", "schema": {"type": "boolean", "default": True}}
+
+def _parameter(name: str, about: str, where: str = "query", **schema: Any) -> dict[str, Any]:
+    is_path = where == "path"
+    return {"name": name, "in": where, "required": is_path, "description": about, "schema": {"type": "string"} | schema}
+
+
+_SESSION = _parameter("session_id", "Id of the session", "path")
+_MODEL = _parameter("model", "Name of the model", "path")
+_SNAPSHOT = _parameter("snapshot", "Whether the file contains the session's cache", type="boolean", default=True)
 _LISTED = [
-    {"name": "label", "in": "query", "schema": {"type": "string"}},
-    {"name": "state", "in": "query", "schema": {"type": "string", "enum": list(SessionState)}},
-    {"name": "page_size", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}},
-    {"name": "page_token", "in": "query", "schema": {"type": "string"}},
+    _parameter("label", "Only sessions with this label"),
+    _parameter("state", "Only sessions in this state", enum=list(SessionState)),
+    _parameter("page_size", "Sessions in one page; default: all", type="integer", minimum=1, maximum=MAX_PAGE),
+    _parameter("page_token", "The `next_page_token` of the page before"),
 ]
+_SHOWN = [
+    _parameter("branches", "`all`: turns of every branch; default: of the latest one"),
+    _parameter("payloads", "`false`: leave out routed experts and other large payloads"),
+]
+_PAUSED = [_parameter("mode", "Running turns may end (`wait`), or not (`abort`)", enum=["wait", "abort"])]
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _TYPES = (ChatCompletion, Completion, NewSession, Fork, Purge, Reward, SamplesRequest, WeightVersion)
 
@@ -54,6 +67,7 @@ def _download(about: str) -> dict[str, Any]:
 
 def build() -> dict[str, Any]:
     (_, components) = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    describe(components)
     one = {"parameters": [_SESSION]}
     return {
         "openapi": "3.1.0",
@@ -70,7 +84,9 @@ def build() -> dict[str, Any]:
                 "get": _operation("Readiness check: 503 while draining or while the journal cannot be written")
             },
             "/metrics": {"get": _operation("Prometheus metrics")},
-            "/v1/models": {"get": _operation("The served model")},
+            "/": {"get": _operation("Name and version of the server, and where its endpoints are")},
+            "/v1/models": {"get": _operation("List of models: the one that is served")},
+            "/v1/models/{model}": {"parameters": [_MODEL], "get": _operation("The served model")},
             "/v1/chat/completions": {
                 "post": _operation(
                     "Chat completion, stateless: the whole conversation is the prompt", body=ChatCompletion
@@ -88,7 +104,7 @@ def build() -> dict[str, Any]:
             "/sessions/{session_id}/export": one | {"get": _download("Export the session as a file")},
             "/sessions/{session_id}": one
             | {
-                "get": _operation("State, messages and recorded turns of the session"),
+                "get": _operation("State, messages and recorded turns of the session") | {"parameters": _SHOWN},
                 "delete": _operation("Close the session", status=204),
             },
             "/sessions/{session_id}/fork": one
@@ -103,15 +119,26 @@ def build() -> dict[str, Any]:
             | {"post": _operation("Set the reward of the session or of one turn", body=Reward)},
             "/sessions/{session_id}/samples": one
             | {"post": _operation("Samples for training", body=SamplesRequest, optional=True)},
-            "/control/pause": {"post": _operation("Pause: no new generation begins (admin)")},
+            "/control/pause": {"post": _operation("Pause: no new generation begins (admin)") | {"parameters": _PAUSED}},
             "/control/resume": {"post": _operation("Resume (admin)")},
             "/control/weight_version": {
                 "put": _operation("Set the weight version that is in use (admin)", body=WeightVersion)
             },
-            "/sessions/{session_id}/v1/models": one | {"get": _operation("The served model")},
+            "/sessions/{session_id}/v1/models": one | {"get": _operation("List of models: the one that is served")},
+            "/sessions/{session_id}/v1/models/{model}": {
+                "parameters": [_SESSION, _MODEL],
+                "get": _operation("The served model"),
+            },
         },
     }
 
 
 async def document(request: Request) -> Response:
     return JSONResponse(build())
+
+
+async def index(request: Request) -> Response:
+    """For whoever opens the server's address: what it is, and where to go on."""
+    places = {"openai": "/v1", "sessions": "/sessions", "openapi": "/openapi.json"}
+    places |= {"health": "/health", "ready": "/readyz", "metrics": "/metrics"}
+    return JSONResponse({"name": "holdfast", "version": __version__, "endpoints": places})

@@ -4,13 +4,13 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import run_off_loop
+from holdfast.errors import ModelNotFound
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, checked_ids, decode, prompts, sampling_params, stop_strings
 from holdfast.serving.http.render import ChatWriter, TextWriter
@@ -88,8 +88,8 @@ class OpenAIRoutes:
         return JSONResponse({"object": "list", "data": [self._entry()]})
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._model.name:
-            raise HTTPException(404)
+        if (name := request.path_params["model"]) != self._model.name:
+            raise ModelNotFound(f"there is no model {name!r} here; this server has {self._model.name!r}")
         return JSONResponse(self._entry())
 
     def _entry(self) -> dict[str, object]:

@@ -4,13 +4,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from holdfast.sessions.limits import MAX_BIASES, MAX_ENTRIES, MAX_IDS, MAX_LABEL, MAX_NAME, MAX_VALUE
+
 MAX_STOPS = 16
 _Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None
-_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+_Label = Annotated[str, Meta(max_length=MAX_LABEL)]
+_Value = Annotated[str, Meta(max_length=MAX_VALUE)]
+_Metadata = Annotated[dict[Annotated[str, Meta(max_length=MAX_NAME)], _Value], Meta(max_length=MAX_ENTRIES)]
 
 
 class Function(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +40,7 @@ class NamedTool(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
-    name: str = ""
+    name: Annotated[str, Meta(max_length=MAX_NAME)] = ""
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -54,7 +59,7 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     """What chat and text completions share."""
 
-    model: str | None = None
+    model: _Value | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -66,11 +71,11 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: _Number | None = None
     frequency_penalty: _Number | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
-    logit_bias: dict[str, _Number] | None = None
+    logit_bias: Annotated[dict[str, _Number], Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     stop: _Stops = None
-    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=256)] | None = None
-    user: str | None = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=MAX_IDS)] | None = None
+    user: _Value | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
 
@@ -84,8 +89,8 @@ class ChatCompletion(Sampling, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
-    modalities: list[Literal["text"]] | None = None
+    metadata: _Metadata | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=MAX_ENTRIES)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     input_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
@@ -132,19 +137,19 @@ class SamplesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NewSession(Struct, kw_only=True, forbid_unknown_fields=True):
-    group: str | None = None
-    label: Annotated[str, Meta(max_length=1000)] | None = None
-    metadata: dict[str, str] | None = None
+    group: _Label | None = None
+    label: _Label | None = None
+    metadata: _Metadata | None = None
     pin_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class Fork(Struct, kw_only=True, forbid_unknown_fields=True):
-    label: Annotated[str, Meta(max_length=1000)] | None = None
+    label: _Label | None = None
 
 
 class Purge(Struct, kw_only=True, forbid_unknown_fields=True):
     """Which closed sessions to delete: these ids, or those closed that long ago; else those past retention."""
 
-    session_ids: Annotated[list[str], Meta(min_length=1, max_length=100_000)] | None = None
+    session_ids: Annotated[list[_Value], Meta(min_length=1, max_length=100_000)] | None = None
     older_than_s: Annotated[float, Meta(ge=0, le=1e12)] | None = None
     dry_run: bool = False
