@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chat.continuation import Continuation
-from holdfast.chat.grammar import Grammars
+from holdfast.chat.grammar import Compilation, Grammars
 from holdfast.chat.reply import AssistantReply, ReasoningSplit, ReplyReader
 from holdfast.chat.template import ChatTemplate, Renderer, Tools, load_template
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.chat.tool_calls import LlamaParser, ToolCallParser, parser_for
 from holdfast.config import ChatConfig
 from holdfast.errors import ConfigError
-from holdfast.generation import Constraint
 from holdfast.models import ModelSource
 
 
@@ -40,8 +39,8 @@ class ChatModel:
         """A new, empty reply of plain text: no reasoning, no tool calls."""
         return AssistantReply(self.tokenizer, ReplyReader(stop))
 
-    def forced_call(self, tools: Tools, *, is_one: bool) -> Constraint:
-        """A grammar that allows only calls of `tools`, in the format that this model writes. Blocks."""
+    def forced_call(self, tools: Tools, *, is_one: bool) -> Compilation:
+        """A grammar that allows only calls of `tools`, in the format that this model writes."""
         if not isinstance(self._parser(tools), LlamaParser):
             return self.grammars.tool_call(tools, is_parallel=not is_one)
         calls = [

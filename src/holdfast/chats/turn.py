@@ -14,6 +14,7 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.messages import Message
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
+from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
 from holdfast.chats.tree import Node
@@ -64,7 +65,11 @@ class ChatSetup:
     rules: HistoryRules
     admission: Admission
     weight_version: str = ""
+    grammars: GrammarQueue = field(init=False)
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarQueue(self.chat.grammars)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """A task that goes on though its caller is cancelled."""

@@ -52,7 +52,7 @@ def _chat_routes(
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
-    openai = OpenAIRoutes(setup.chat, runtime.model, StatelessReplies(runtime, setup.admission))
+    openai = OpenAIRoutes(setup.chat, runtime.model, StatelessReplies(runtime, setup.admission), setup.grammars)
     sessions = SessionRoutes(chats, is_relayed=upstream is not None)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)

@@ -3,11 +3,10 @@
 A body that does not fit its type is refused by the path of the field that is wrong.
 """
 
-import asyncio
 import json
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -16,8 +15,10 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.grammar import Compilation
 from holdfast.chat.messages import read_messages
 from holdfast.chats.events import ChatRequest
+from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Constraint, SamplingParams
 from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, RelayedChat, Sampling, Tool
@@ -37,12 +38,14 @@ async def chat_request(
     chat: ChatModel,
     model: ModelInfo,
     *,
+    compiled: Callable[[Compilation], Awaitable[Constraint]],
     fields: Mapping[str, Any] | None = None,
     num_bytes: int = 0,
 ) -> ChatRequest:
-    """Everything that is asked of one chat turn; grammars are compiled off the event loop."""
+    """Everything that is asked of one chat turn; `compiled` compiles its grammar."""
     tools = _tools(body.tools or [])
     callable_tools = _callable(body, tools)
+    compilation = await run_off_loop(lambda: _compilation(body, callable_tools, chat), num_bytes)
     return ChatRequest(
         messages=read_messages(body.messages),
         params=sampling_params(
@@ -50,7 +53,7 @@ async def chat_request(
             model,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             top_logprobs=_top_logprobs(body),
-            constraint=await _constraint(body, callable_tools, chat),
+            constraint=await compiled(compilation) if compilation else None,
             eos_token_ids=chat.continuation.stop_token_ids,
         ),
         tools=tools,
@@ -211,9 +214,9 @@ def _callable(body: ChatCompletion, tools: tuple[dict[str, Any], ...]) -> tuple[
     return tools
 
 
-async def _constraint(
+def _compilation(
     body: ChatCompletion, callable_tools: tuple[dict[str, Any], ...], chat: ChatModel
-) -> Constraint | None:
+) -> Compilation | None:
     must_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
     kind = body.response_format.type if body.response_format else "text"
     if kind == "text" and not must_call:
@@ -222,14 +225,14 @@ async def _constraint(
         raise InvalidArgument("response_format cannot be combined with a forced tool call", param="response_format")
     if must_call:
         is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
-        return await asyncio.to_thread(chat.forced_call, callable_tools, is_one=is_one)
+        return chat.forced_call(callable_tools, is_one=is_one)
     if kind == "json_object":
-        return await asyncio.to_thread(chat.grammars.json_object)
+        return chat.grammars.json_object()
     assert body.response_format is not None
     if body.response_format.json_schema is None or body.response_format.json_schema.schema is None:
         where = "response_format.json_schema.schema"
         raise InvalidArgument(f"{where} is required", param=where)
-    return await asyncio.to_thread(chat.grammars.json_schema, body.response_format.json_schema.schema)
+    return chat.grammars.json_schema(body.response_format.json_schema.schema)
 
 
 # Bodies by type

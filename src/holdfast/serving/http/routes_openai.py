@@ -9,19 +9,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import run_off_loop
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, checked_ids, decode, prompts, sampling_params, stop_strings
 from holdfast.serving.http.render import ChatWriter, TextWriter
-from holdfast.serving.http.response import reply_response
+from holdfast.serving.http.response import compiled_for, reply_response
 from holdfast.serving.http.schema import ChatCompletion, Completion
 from holdfast.sessions.ports import ModelInfo
 
 
 class OpenAIRoutes:
-    def __init__(self, chat: ChatModel, model: ModelInfo, replies: StatelessReplies) -> None:
+    def __init__(self, chat: ChatModel, model: ModelInfo, replies: StatelessReplies, grammars: GrammarQueue) -> None:
         self._chat = chat
+        self._grammars = grammars
         self._model = model
         self._replies = replies
         self._created = int(time.time())
@@ -30,7 +32,9 @@ class OpenAIRoutes:
         raw = await request.body()
         body = decode(raw, ChatCompletion)
         chat, model = self._chat, self._model
-        chat_body = await chat_request(body, chat, model)
+        chat_body = await chat_request(
+            body, chat, model, compiled=compiled_for(request, self._grammars), num_bytes=len(raw)
+        )
         pinned = None
         if body.input_ids is not None:
             ids, is_reasoning = checked_ids(body.input_ids, "input_ids", model), False

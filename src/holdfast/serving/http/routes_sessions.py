@@ -18,7 +18,7 @@ from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, decode, relayed_request
 from holdfast.serving.http.render import ChatWriter
-from holdfast.serving.http.response import TurnResponder, unless_disconnected
+from holdfast.serving.http.response import TurnResponder, compiled_for, unless_disconnected
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.ports import ChatUpstream
@@ -109,7 +109,14 @@ class SessionRoutes:
             )
         fields: dict[str, Any] = msgspec.json.decode(raw)
         if isinstance(body, ChatCompletion):
-            chat_body = await chat_request(body, chat, model, fields=fields, num_bytes=len(raw))
+            chat_body = await chat_request(
+                body,
+                chat,
+                model,
+                compiled=compiled_for(request, self._chats.setup.grammars),
+                fields=fields,
+                num_bytes=len(raw),
+            )
         else:
             chat_body = relayed_request(body, chat, fields=fields, num_bytes=len(raw))
         writer = ChatWriter(
