@@ -92,6 +92,7 @@ class ChatConfig:
         "whether control tokens spelled out in a message stay text (reject) or become real ones (allow)",
         choices=("reject", "allow"),
     )
+    max_text_mb: int = option(4, "largest text that one request may have tokenized, in MB", least=1)
     matcher: str = option(
         "normal",
         "how resent messages are compared: normal, strict, loose_tool_call, role_content_only or a dotted path",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.continuation import Prompt
+from holdfast.chat.continuation import Fits, Prompt
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
 from holdfast.chats.events import ChatRequest, TurnResponse
@@ -113,7 +113,9 @@ class Trajectory:
                 await claim.rewind(self.synced_node.end, is_limited=False)
             self.needs_rewind = False
 
-    def prepare(self, request: ChatRequest, chat: ChatModel, rules: HistoryRules) -> PreparedTurn:
+    def prepare(
+        self, request: ChatRequest, chat: ChatModel, rules: HistoryRules, fits: Fits | None = None
+    ) -> PreparedTurn:
         """Match the request's messages with those on record; render what is new. Changes nothing."""
         continuation, tree = chat.continuation, self.tree
         root = continuation.root(request.tools, request.variables)
@@ -126,10 +128,10 @@ class Trajectory:
             raise self._too_far(request, root, rules, left)
         new = request.messages[parent.num_messages :]
         if parent is tree.root:
-            prompt = continuation.first(new, request.tools, request.variables)
+            prompt = continuation.first(new, request.tools, request.variables, fits)
         else:
             prompt = continuation.tail(
-                parent.last_token, new, request.tools, request.variables, start=parent.num_messages
+                parent.last_token, new, request.tools, request.variables, fits, start=parent.num_messages
             )
         return PreparedTurn(parent=parent, root=root, messages=new, prompt=prompt, is_branch=parent is not tree.tip)
 

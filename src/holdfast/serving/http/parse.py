@@ -17,8 +17,9 @@ from msgspec.structs import fields
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.grammar import Compilation
 from holdfast.chat.messages import read_messages
+from holdfast.chat.template import RESERVED
 from holdfast.chats.events import ChatRequest
-from holdfast.chats.turn import run_off_loop
+from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Constraint, SamplingParams
 from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, RelayedChat, Sampling, Tool
@@ -28,7 +29,6 @@ T = TypeVar("T")
 
 _SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is wrong
 _MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _MAX_PROMPTS = 64
 _MAX_VARIABLES = 64
 
@@ -73,6 +73,7 @@ def relayed_request(body: RelayedChat, chat: ChatModel, *, fields: Mapping[str, 
         params=SamplingParams(seed=0),
         tools=tuple(body.tools or ()),
         variables=_variables(body.chat_template_kwargs or {}, chat),
+        may_truncate=True,  # the upstream knows its own window
         body=fields,
         num_bytes=num_bytes,
     )
@@ -114,6 +115,11 @@ def prompts(body: Completion, chat: ChatModel, model: ModelInfo) -> list[list[in
     many: Sequence[Any] = [raw] if isinstance(raw, str) or all(type(item) is int for item in raw) else raw
     if not raw or len(many) > _MAX_PROMPTS:
         raise InvalidArgument(f"prompt must contain 1 to {_MAX_PROMPTS} prompts, none of them empty", param="prompt")
+    texts = [text for text in many if isinstance(text, str)]
+    chat.tokenizer.check_size(sum(map(len, texts)), "prompt")
+    for text in texts:
+        fewest, may_truncate = chat.tokenizer.fewest_tokens(text), body.truncation == "auto"
+        check_fits(fewest, model, may_truncate=may_truncate, field="prompt", at_least="at least ")
     return [
         _prompt(item, f"prompt[{index}]" if many is raw else "prompt", chat, model) for index, item in enumerate(many)
     ]
@@ -176,7 +182,7 @@ def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
         where = "chat_template_kwargs"
         raise InvalidArgument(f"{where} may have at most {_MAX_VARIABLES} variables, got {len(given)}", param=where)
     for name in given:
-        if name in _RESERVED or not name.isidentifier():
+        if name in RESERVED or not name.isidentifier():
             where = f"chat_template_kwargs.{name}"
             raise InvalidArgument(f"{where} is not a variable that a request may set", param=where)
     return {**chat.variables, **given}

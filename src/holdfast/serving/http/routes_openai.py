@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
-from holdfast.chats.turn import run_off_loop
+from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, checked_ids, decode, prompts, sampling_params, stop_strings
 from holdfast.serving.http.render import ChatWriter, TextWriter
@@ -40,7 +40,8 @@ class OpenAIRoutes:
             ids, is_reasoning = checked_ids(body.input_ids, "input_ids", model), False
         else:
             messages, given = chat_body.messages, (chat_body.tools, chat_body.variables)
-            prompt = await run_off_loop(partial(chat.continuation.first, messages, *given), len(raw))
+            fits = partial(check_fits, model=model, may_truncate=chat_body.may_truncate, at_least="at least ")
+            prompt = await run_off_loop(partial(chat.continuation.first, messages, *given, fits), len(raw))
             ids, is_reasoning = prompt.ids, prompt.is_reasoning
             pinned = await run_off_loop(partial(chat.continuation.pinned, messages, model.max_pin, *given), len(raw))
         params = chat_body.params
