@@ -181,7 +181,8 @@ def test_tools_and_lasting_variables_are_the_root_of_a_conversation() -> None:
     assert chat.continuation.root((), {"enable_thinking": False}) == TemplateInputs()
     assert chat.continuation.root((TOOL,)) != chat.continuation.root()
     shuffled = {key: TOOL[key] for key in reversed(TOOL)}
-    assert chat.continuation.root((shuffled,)) == chat.continuation.root((TOOL,))
+    assert chat.continuation.root((shuffled,)).differs(chat.continuation.root((TOOL,))) is None
+    assert chat.continuation.root((shuffled,)).tools == json.dumps([shuffled], separators=(",", ":"))
     template = ChatTemplate("{{ mood }}" + chat.template.source)
     lasting = Continuation(Renderer(template, chat.tokenizer))
     assert lasting.root((), {"mood": "x"}) != lasting.root((), {"mood": "y"})

@@ -69,7 +69,9 @@ class ServeConfig:
     deprecation_headers: bool = option(True, "send headers that point stateless clients to sessions")
     sunset: str = option("2027-12-31", "date in the Sunset header of stateless responses, YYYY-MM-DD")
     log_prompts: bool = option(False, "write request bodies to the access log")
-    compat: str = option("none", "error format of another session server", choices=("none", "miles"))
+    compat: str = option(
+        "none", "error format and order of tool fields of another session server", choices=("none", "miles")
+    )
     backend: str = option("embedded", "where generation runs", choices=("embedded", "sglang", "vllm"))
     weight_version: str = option("", "version of the weights if the upstream reports none; can be changed later")
     pause_max_wait_s: float = option(60.0, "longest wait of a request while generation is paused, in seconds")

@@ -57,6 +57,14 @@ class Continuation:
             fits(self._renderer.fewest_tokens(text))
         return Prompt(self._renderer.encode(text), _opens_reasoning(text), self._renderer.count_control(messages))
 
+    def whole_text(self, messages: Sequence[Message], tools: Tools, variables: Variables) -> str:
+        """The text of the whole conversation and a generation prompt, of any length, as its tokens would spell it."""
+        shown, tools = self._renderable(messages, tools)
+        text = self._renderer.text(shown, prompt=True, tools=tools, variables=variables, is_limited=False)
+        normalizer = self._renderer.tokenizer.inner.normalizer
+        text = self._renderer.restored(text)
+        return str(normalizer.normalize_str(text)) if normalizer else text
+
     def tail(
         self,
         last_token: int | None,
@@ -86,7 +94,7 @@ class Continuation:
             for name, value in variables.items()
             if self._renderer.text(shown, prompt=False, tools=native, variables={name: value}) != plain
         }
-        return TemplateInputs(_canonical(list(tools)), _canonical(lasting))
+        return TemplateInputs(_spelled(list(tools)), _spelled(lasting))
 
     def pinned(
         self, messages: Sequence[Message], limit: int, tools: Tools = (), variables: Variables | None = None
@@ -170,5 +178,6 @@ def _opens_reasoning(text: str) -> bool:
     return text.rstrip().endswith("<think>")
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+def _spelled(value: Any) -> str:
+    """As JSON, members in the order in which they are rendered."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

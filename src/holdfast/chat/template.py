@@ -109,11 +109,16 @@ class Renderer:
         prompt: bool,
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
+        is_limited: bool = True,
     ) -> str:
-        """The rendered conversation. Control tokens in messages are replaced by stand-ins that `encode` resolves."""
+        """The rendered conversation. Control tokens in messages are replaced by stand-ins that `encode` resolves.
+
+        `is_limited`: more text than may be tokenized at once is refused.
+        """
         given = dict(variables or {}) | ({"tools": list(tools)} if tools else {})
         try:
-            self.tokenizer.check_size(sum(map(len, _strings([*messages, given]))), "messages")
+            if is_limited:
+                self.tokenizer.check_size(sum(map(len, _strings([*messages, given]))), "messages")
             shown = [self._guarded(for_template(message)) for message in messages]
             given = self._guarded(given)
         except RecursionError as exc:
@@ -134,7 +139,7 @@ class Renderer:
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound for the number of tokens of rendered text, without tokenizing it."""
-        return self.tokenizer.fewest_tokens(self._restored(text))
+        return self.tokenizer.fewest_tokens(self.restored(text))
 
     def count_control(self, messages: Sequence[Message]) -> int:
         """How many control tokens the messages spell out."""
@@ -143,7 +148,7 @@ class Renderer:
         return sum(len(self._pattern.findall(text)) for message in messages for text in _strings(message))
 
     def _plain(self, text: str) -> list[int]:
-        ids = self.tokenizer.encode_plain(self._restored(text))
+        ids = self.tokenizer.encode_plain(self.restored(text))
         for token in ids:
             if self.tokenizer.is_control(token):
                 spelled = self.tokenizer.decode([token])
@@ -152,7 +157,8 @@ class Renderer:
                 )
         return ids
 
-    def _restored(self, text: str) -> str:
+    def restored(self, text: str) -> str:
+        """Rendered text with the text of control tokens in place of their stand-ins."""
         return _STAND_INS.sub(lambda match: self._texts[int(match.group(1))], text)
 
     def _guarded(self, value: Any) -> Any:

@@ -99,8 +99,23 @@ class Tokenizer:
         """Every control token by its text."""
         return {str(self._added[token].content): token for token in sorted(self._control)}
 
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether the bytes of a text are those of its tokens, one after the other."""
+        return bool(self._bytes_by_char)
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, which may be only a part of a character."""
+        known = self._known_bytes.get(token)
+        if known is None:
+            known = self._known_bytes[token] = self._token_bytes(token)
+        return known
+
+    @cached_property
+    def _known_bytes(self) -> dict[int, bytes]:
+        return {}
+
+    def _token_bytes(self, token: int) -> bytes:
         text = self.inner.id_to_token(token)
         if text is None:
             return b""

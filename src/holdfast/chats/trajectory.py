@@ -138,14 +138,13 @@ class Trajectory:
     def _too_far(self, request: ChatRequest, root: TemplateInputs, rules: HistoryRules, left: int) -> MessageMismatch:
         first = self.tree.tip.path()[0]
         limit = f"this would leave {left} sampled turns behind, --max-rollback allows {rules.max_rollback}"
-        for field_name in ("tools", "variables"):
-            if getattr(first.turn.root, field_name) != getattr(root, field_name):
-                name = "tools" if field_name == "tools" else "chat_template_kwargs"
-                return MessageMismatch(
-                    f"{name} differ from those that this session began with: {limit}; "
-                    "send the same ones, or open a new session",
-                    param=name,
-                )
+        if field_name := first.turn.root.differs(root):
+            name = "tools" if field_name == "tools" else "chat_template_kwargs"
+            return MessageMismatch(
+                f"{name} differ from those that this session began with: {limit}; "
+                "send the same ones, or open a new session",
+                param=name,
+            )
         found = first_difference(self.tree.tip, request.messages, rules.matcher)
         assert found is not None  # otherwise nothing would be left behind
         return _mismatch(*found, f"{limit}; resend the history as it was answered, or open a new session")

@@ -52,8 +52,10 @@ def _chat_routes(
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
-    openai = OpenAIRoutes(setup.chat, runtime.model, StatelessReplies(runtime, setup.admission), setup.grammars)
-    sessions = SessionRoutes(chats, is_relayed=upstream is not None)
+    as_sglang = config.compat == "miles"
+    replies = StatelessReplies(runtime, setup.admission)
+    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, as_sglang=as_sglang)
+    sessions = SessionRoutes(chats, is_relayed=upstream is not None, as_sglang=as_sglang)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)
 

@@ -3,6 +3,7 @@
 A body that does not fit its type is refused by the path of the field that is wrong.
 """
 
+import asyncio
 import json
 import math
 import secrets
@@ -27,6 +28,7 @@ from holdfast.sessions.ports import ModelInfo
 
 T = TypeVar("T")
 
+_LARGE = 256 << 10  # bytes; larger bodies are decoded in a thread
 _SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is wrong
 _MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
 _MAX_PROMPTS = 64
@@ -39,11 +41,13 @@ async def chat_request(
     model: ModelInfo,
     *,
     compiled: Callable[[Compilation], Awaitable[Constraint]],
-    fields: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any],
     num_bytes: int = 0,
+    as_sglang: bool = False,
 ) -> ChatRequest:
     """Everything that is asked of one chat turn; `compiled` compiles its grammar."""
-    tools = _tools(body.tools or [])
+    _check_names(body.tools or [])
+    tools = _tools(fields, as_sglang=as_sglang)
     callable_tools = _callable(body, tools)
     compilation = await run_off_loop(lambda: _compilation(body, callable_tools, chat), num_bytes)
     return ChatRequest(
@@ -61,17 +65,19 @@ async def chat_request(
         variables=_variables(body.chat_template_kwargs or {}, chat),
         stop=stop_strings(body),
         may_truncate=body.truncation == "auto",
-        body=fields or {},
+        body=fields,
         num_bytes=num_bytes,
     )
 
 
-def relayed_request(body: RelayedChat, chat: ChatModel, *, fields: Mapping[str, Any], num_bytes: int) -> ChatRequest:
+def relayed_request(
+    body: RelayedChat, chat: ChatModel, *, fields: Mapping[str, Any], num_bytes: int, as_sglang: bool = False
+) -> ChatRequest:
     """What is asked of a turn that an upstream samples: how, is for it to read in `fields`."""
     return ChatRequest(
         messages=read_messages(body.messages),
         params=SamplingParams(seed=0),
-        tools=tuple(body.tools or ()),
+        tools=_tools(fields, as_sglang=as_sglang),
         variables=_variables(body.chat_template_kwargs or {}, chat),
         may_truncate=True,  # the upstream knows its own window
         body=fields,
@@ -188,17 +194,30 @@ def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
     return {**chat.variables, **given}
 
 
-def _tools(raw: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+def _check_names(raw: Sequence[Tool]) -> None:
     names = [tool.function.name for tool in raw]
     for index, name in enumerate(names):
         if name in names[:index]:
             where = f"tools[{index}].function.name"
             raise InvalidArgument(f"{where} repeats {name!r}", param=where)
-    return tuple(_without_nulls(msgspec.to_builtins(tool)) for tool in raw)
 
 
-def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool | {"function": {key: value for key, value in tool["function"].items() if value is not None}}
+def _tools(fields: Mapping[str, Any], *, as_sglang: bool) -> tuple[dict[str, Any], ...]:
+    """The tools as they are rendered: as the client wrote them, or as SGLang and so miles would write them."""
+    tools = fields.get("tools") or ()
+    return tuple(map(_sglang_tool, tools)) if as_sglang else tuple(tools)
+
+
+def _sglang_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """The order and the defaults of `Tool` and `Function` in SGLang's entrypoints/openai/protocol.py, dumped."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict):
+        return tool
+    order = {"description": None, "name": None, "parameters": None, "strict": False}
+    return {
+        "type": tool.get("type", "function"),
+        "function": {name: function.get(name, default) for name, default in order.items()},
+    }
 
 
 def _callable(body: ChatCompletion, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
@@ -254,6 +273,21 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
         raise _decode_error(body, kind, exc) from exc
     except RecursionError as exc:
         raise InvalidArgument("the request body is nested too deeply") from exc
+
+
+async def decode_chat(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """The body as `kind`, and its fields as they came. A large one is decoded in a thread."""
+
+    def decoded() -> tuple[T, dict[str, Any]]:
+        try:
+            fields = msgspec.json.decode(body)
+            return msgspec.convert(fields, kind), fields
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as exc:
+            raise _decode_error(body, kind, exc) from exc
+        except RecursionError as exc:
+            raise InvalidArgument("the request body is nested too deeply") from exc
+
+    return decoded() if len(body) < _LARGE else await asyncio.to_thread(decoded)
 
 
 def _decode_error(body: bytes, kind: Any, exc: Exception) -> InvalidArgument:

@@ -13,7 +13,7 @@ from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, checked_ids, decode, prompts, sampling_params, stop_strings
+from holdfast.serving.http.parse import chat_request, checked_ids, decode_chat, prompts, sampling_params, stop_strings
 from holdfast.serving.http.render import ChatWriter, TextWriter
 from holdfast.serving.http.response import compiled_for, reply_response
 from holdfast.serving.http.schema import ChatCompletion, Completion
@@ -21,8 +21,17 @@ from holdfast.sessions.ports import ModelInfo
 
 
 class OpenAIRoutes:
-    def __init__(self, chat: ChatModel, model: ModelInfo, replies: StatelessReplies, grammars: GrammarQueue) -> None:
+    def __init__(
+        self,
+        chat: ChatModel,
+        model: ModelInfo,
+        replies: StatelessReplies,
+        grammars: GrammarQueue,
+        *,
+        as_sglang: bool = False,
+    ) -> None:
         self._chat = chat
+        self._as_sglang = as_sglang
         self._grammars = grammars
         self._model = model
         self._replies = replies
@@ -30,10 +39,16 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         raw = await request.body()
-        body = decode(raw, ChatCompletion)
+        body, fields = await decode_chat(raw, ChatCompletion)
         chat, model = self._chat, self._model
         chat_body = await chat_request(
-            body, chat, model, compiled=compiled_for(request, self._grammars), num_bytes=len(raw)
+            body,
+            chat,
+            model,
+            compiled=compiled_for(request, self._grammars),
+            fields=fields,
+            num_bytes=len(raw),
+            as_sglang=self._as_sglang,
         )
         pinned = None
         if body.input_ids is not None:
@@ -70,7 +85,7 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request) -> Response:
         raw = await request.body()
-        body = decode(raw, Completion)
+        body, _ = await decode_chat(raw, Completion)
         chat, model = self._chat, self._model
         stateless = StatelessRequest(
             prompts=await run_off_loop(partial(prompts, body, chat, model), len(raw)),
