@@ -5,14 +5,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import normalizers, pre_tokenizers
 
 from holdfast.chat.template import ChatTemplate, load_template
 from holdfast.chat.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from holdfast.errors import InvalidArgument, ModelError, TemplateError
 from holdfast.models import GGUFSource, HFSource, open_model
 from tests import tiny
+from tests.qwen3 import qwen3
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 
@@ -54,6 +57,60 @@ def test_text_comes_back_in_pieces_that_are_never_half_a_character(text: str) ->
     if "\ufffd" not in text:
         assert all("\ufffd" not in piece for piece in pieces)
     assert "".join(pieces) + detokenizer.finish() == text
+
+
+PARTS = [
+    "a",
+    "Z",
+    "7",
+    "12",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\r\n",
+    ".",
+    "!",
+    "'s",
+    "é",
+    "e\u0301",
+    "漢",
+    "\t",
+    "<|im_end|>",
+    "€",
+    "\x1c",
+]
+
+
+@pytest.mark.parametrize("which", ["default", "qwen3"])
+@given(st.lists(st.sampled_from([*PARTS, "\u1112\u1161\u11ab", "\u03b1\u0313\u0300\u0345"]), max_size=40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_text_in_pieces_has_the_tokens_of_the_whole_text_and_at_least_the_fewest(
+    which: str, monkeypatch: pytest.MonkeyPatch, parts: list[str]
+) -> None:
+    monkeypatch.setattr("holdfast.chat.tokenizer._PIECE", 2)
+    tokenizer, text = _tokenizer() if which == "default" else qwen3().tokenizer, "".join(parts)
+    whole = tokenizer.inner.encode(text, add_special_tokens=False).ids
+    if not tokenizer._missing_bytes.intersection(text.encode()):
+        assert tokenizer.encode(text) == whole
+        assert tokenizer.fewest_tokens(text) <= len(whole)
+
+
+def test_long_texts_are_tokenized_in_pieces_at_the_ends_of_words(tokenizer: Tokenizer) -> None:
+    pieces = list(tokenizer._pieces("some words. " * 100_000))
+    assert "".join(pieces) == "some words. " * 100_000
+    assert len(pieces) == 5
+    assert all(piece.startswith(" ") for piece in pieces[1:])
+    assert tokenizer.fewest_tokens("#" * 80) == 1
+    assert tokenizer.fewest_tokens("#" * 810) == 10
+
+
+def test_tokenizers_of_other_kinds_are_not_split_and_have_no_lower_bound(tokenizer: Tokenizer) -> None:
+    inner = RustTokenizer.from_str(tokenizer.inner.to_str())
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    assert not Tokenizer(inner, frozenset())._can_split
+    inner.normalizer = normalizers.Strip()
+    assert Tokenizer(inner, frozenset()).fewest_tokens("a" * 1000) == 0
 
 
 @cache

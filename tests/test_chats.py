@@ -5,6 +5,7 @@ Qwen3's real tokenizer and template, and an engine that says what the test tells
 
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,12 +13,17 @@ import grpc
 import httpx
 import pytest
 
+from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chats.tree import Tree
 from holdfast.config import ChatConfig
 from holdfast.engine.slab import SlabShape
+from holdfast.generation import Sampled
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.http.session_json import _mismatch
 from holdfast.serving.lifecycle import Chat
 from tests.qwen3 import VOCABULARY, qwen3
-from tests.serving import ScriptedEngine, Server, serving
+from tests.serving import ScriptedEngine, Server, default_chat, serving
 from tests.talking import eventually
 
 TOOL = {
@@ -368,3 +374,88 @@ async def test_a_closed_session_is_gone_for_both_doors_and_is_not_kept() -> None
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.server.stub.GetSessionInfo(pb.GetSessionInfoRequest(session_id=other))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+# What the trainer is told about differences
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks",
+            "parameters": {"type": "object", "required": ["at"], "properties": {"at": {"type": "string"}}},
+        },
+    }
+]
+
+
+def tools_in(chat: ChatModel, ids: list[int]) -> list[Any]:
+    """The tools that a prompt in Qwen3's format shows, with their members in order."""
+    text = chat.tokenizer.decode(ids)
+    lines = text.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
+    return [json.loads(line, object_pairs_hook=list) for line in lines]
+
+
+@pytest.mark.parametrize("compat", ["none", "miles"])
+async def test_tools_are_rendered_in_the_clients_order_or_in_sglangs_and_are_no_mismatch(compat: str) -> None:
+    async with chatting(compat=compat) as client:
+        session = await client.open()
+        reply = await client.message(session, [user("Hi")], "<think>\n\n</think>\n\nI look.", tools=TOOLS)
+        told = await client.info(session)
+        assert told["metadata"]["tito_session_mismatch"] is None
+        reordered = [dict(reversed(tool.items())) for tool in TOOLS]
+        await client.message(session, [user("Hi"), reply, user("And now?")], tools=reordered)
+        told = await client.info(session)
+        assert (told["turns"], told["branches"]) == (2, 0)  # they are the same tools
+    (shown,) = tools_in(qwen3(), told["metadata"]["accumulated_token_ids"])
+    expected: Any = json.loads(json.dumps(TOOLS[0]), object_pairs_hook=list)
+    if compat == "miles":
+        name, description, parameters = expected[1][1]
+        expected[1] = ["function", [description, name, parameters, ["strict", False]]]
+    assert json.dumps(shown) == json.dumps(expected)
+
+
+async def test_differences_from_a_new_render_are_found_without_tokenizing_what_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The template drops the reasoning of earlier turns."""
+    chat, question = qwen3(), user("A long question <|im_end|> about words. " * 20)
+    async with chatting() as client:
+        session = await client.open()
+        reply = await client.message(session, [question], THOUGHT)
+        assert (await client.info(session))["metadata"]["tito_session_mismatch"] is None
+        await client.message(session, [question, reply, user("And?")], "<think>\n\n</think>\n\nYes.")
+        encoded: list[str] = []
+        encode = Tokenizer._encode
+        monkeypatch.setattr(Tokenizer, "_encode", lambda *given: encoded.append(given[2]) or encode(*given))
+        told = await client.info(session)
+        monkeypatch.undo()
+    assert not any("question" in text for text in encoded)
+    ids, found = told["metadata"]["accumulated_token_ids"], told["metadata"]["tito_session_mismatch"]
+    rendered = chat.continuation.first(told["messages"]).ids
+    expected = next(index for index, (one, other) in enumerate(zip(ids, rendered, strict=False)) if one != other)
+    assert found["position"] == expected
+    assert "France" in found["stored"]
+    assert "France" not in found["rendered"]
+
+
+def test_replies_with_other_tokens_than_their_text_has_are_a_difference() -> None:
+    chat = default_chat().model
+    prompt = chat.continuation.first([{"role": "user", "content": "Hi"}]).ids
+    whole = chat.tokenizer.encode("wonderful")
+    letters = [token for letter in "wonderful" for token in chat.tokenizer.encode(letter)]
+    assert letters != whole
+    for reply, expected in ((whole, None), (letters, len(prompt) + 1)):  # both begin with "w"
+        tree = Tree()
+        tree.attach(
+            tree.root,
+            messages=[{"role": "user", "content": "Hi"}],
+            reply={"role": "assistant", "content": "wonderful"},
+            root=chat.continuation.root(),
+            given=prompt,
+            sampled=[Sampled(token=token, logprob=0.0, sampling_logprob=0.0) for token in reply],
+            finish_reason="stop",
+        )
+        found = _mismatch(tree.tip, chat)
+        assert (found and found["position"]) == expected

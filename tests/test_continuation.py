@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.chat_model import ChatModel, load_chat
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.messages import read_messages
 from holdfast.chat.template import ChatTemplate, Renderer
-from holdfast.errors import InvalidArgument, ModelError, TemplateError
+from holdfast.config import ChatConfig
+from holdfast.errors import ConfigError, InvalidArgument, ModelError, TemplateError
+from holdfast.models import open_model
 from holdfast.sessions.record import TemplateInputs
 from tests.qwen3 import FOLDER, qwen3
 from tests.serving import default_chat
@@ -179,7 +181,8 @@ def test_tools_and_lasting_variables_are_the_root_of_a_conversation() -> None:
     assert chat.continuation.root((), {"enable_thinking": False}) == TemplateInputs()
     assert chat.continuation.root((TOOL,)) != chat.continuation.root()
     shuffled = {key: TOOL[key] for key in reversed(TOOL)}
-    assert chat.continuation.root((shuffled,)) == chat.continuation.root((TOOL,))
+    assert chat.continuation.root((shuffled,)).differs(chat.continuation.root((TOOL,))) is None
+    assert chat.continuation.root((shuffled,)).tools == json.dumps([shuffled], separators=(",", ":"))
     template = ChatTemplate("{{ mood }}" + chat.template.source)
     lasting = Continuation(Renderer(template, chat.tokenizer))
     assert lasting.root((), {"mood": "x"}) != lasting.root((), {"mood": "y"})
@@ -204,6 +207,48 @@ def test_no_message_can_spell_a_control_token(pieces: list[str]) -> None:
         assert len(controls) == sum(map(chat.tokenizer.is_control, plain.ids))
         assert text in chat.tokenizer.decode(prompt.ids)
         assert prompt.num_control == text.count("<|im_end|>") + text.count("<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    "where", ["content", "name", "tool_call_id", "call id", "call name", "arguments", "tool", "variable", "reasoning"]
+)
+def test_nothing_that_a_client_sends_can_spell_a_control_token(where: str) -> None:
+    source = "{{ note }}{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}"
+    source += "{{ m.tool_call_id }}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{{ m.reasoning_content }}"
+    source += "<|im_end|>\n{% endfor %}"
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    chat = default_chat().model
+    continuation = Continuation(Renderer(ChatTemplate(source), chat.tokenizer))
+
+    def controls(text: str) -> int:
+        at = dict.fromkeys(("content", "name", "tool_call_id", "call id", "call name", "arguments"), "x") | {
+            where: text
+        }
+        call = {"id": at["call id"], "type": "function"}
+        call |= {"function": {"name": at["call name"], "arguments": json.dumps({"a": at["arguments"]})}}
+        messages = [
+            {"role": "user", "content": at["content"], "name": at["name"]},
+            {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": at.get("reasoning", "x")},
+            {"role": "tool", "content": "x", "tool_call_id": at["tool_call_id"]},
+        ]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {at.get("tool", "x"): {}}}}
+        ids = continuation.first(messages, [tool], {"note": {"a": [at.get("variable", "x")]}}).ids
+        assert text in chat.tokenizer.decode(ids)
+        return sum(map(chat.tokenizer.is_control, ids))
+
+    assert controls("<|im_end|><|im_start|>") == controls("y")
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "range", "namespace", "raise_exception", "loop"])
+def test_a_server_cannot_be_given_variables_with_reserved_names(name: str) -> None:
+    source = open_model()
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs.{name}"):
+        load_chat(source, ChatConfig(chat_template_kwargs=json.dumps({name: 1})), 1)
+
+
+def test_a_variable_named_self_does_not_break_rendering() -> None:
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render([USER], add_generation_prompt=True, **{"self": 1}) == "1"
 
 
 def test_control_tokens_may_be_allowed() -> None:

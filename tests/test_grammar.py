@@ -17,9 +17,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from holdfast.backends.embedded import EmbeddedBackend
+from holdfast.chat import grammar
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.continuation import Continuation
-from holdfast.chat.grammar import Grammars
+from holdfast.chat.grammar import Grammars, Trial
 from holdfast.chat.template import ChatTemplate, Renderer
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.engine.interface import Logits
@@ -28,7 +29,7 @@ from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.engine.window import Window
 from holdfast.engine.worker import Worker
-from holdfast.errors import ConstraintFailed, HoldfastError, InvalidArgument, NonFiniteLogits
+from holdfast.errors import CapacityExhausted, ConstraintFailed, HoldfastError, InvalidArgument, NonFiniteLogits
 from holdfast.generation import Constraint, Done, Event, Mask, Sampled, SamplingParams, StopReason
 from holdfast.models import GGUFSource
 from holdfast.sessions.runtime import Runtime
@@ -115,7 +116,7 @@ def check_allowed(constraint: Constraint, tokens: Sequence[int], eos: frozenset[
 async def test_the_default_model_writes_what_the_schema_asks(
     name: str, exact: Grammars, tokenizer: Tokenizer, default_engine: TorchEngine
 ) -> None:
-    constraint = exact.json_schema(SCHEMAS[name])
+    constraint = exact.compiled(exact.json_schema(SCHEMAS[name]))
     prompt = tokenizer.encode("<|im_start|>user\nAnswer in JSON.<|im_end|>\n<|im_start|>assistant\n")
     base = SamplingParams(seed=0, max_tokens=80, eos_token_ids=tokenizer.eos_token_ids, constraint=constraint)
     worker = Worker(default_engine)
@@ -136,7 +137,7 @@ async def test_the_default_model_writes_what_the_schema_asks(
 async def test_the_default_model_calls_a_tool_when_it_must(
     exact: Grammars, tokenizer: Tokenizer, default_engine: TorchEngine
 ) -> None:
-    constraint = exact.tool_call(TOOLS, is_parallel=False)
+    constraint = exact.compiled(exact.tool_call(TOOLS, is_parallel=False))
     prompt = tokenizer.encode("<|im_start|>user\nLook to the left!<|im_end|>\n<|im_start|>assistant\n")
     worker = Worker(default_engine)
     worker.start()
@@ -167,7 +168,7 @@ def spell(constraint: Constraint, tokenizer: Tokenizer, text: str) -> tuple[Mask
 def test_the_surplus_of_the_vocabulary_and_control_tokens_are_never_allowed(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
-    constraint = grammars.json_object()
+    constraint = grammars.compiled(grammars.json_object())
     assert constraint.vocab_size == tokenizer.inner.get_vocab_size() + SURPLUS
     for text, may_end in (("", False), ('{"a', False), ('{"a": [1, ', False), ("{}", True)):
         allowed, ends = spell(constraint, tokenizer, text)
@@ -178,20 +179,20 @@ def test_the_surplus_of_the_vocabulary_and_control_tokens_are_never_allowed(
 
 
 def test_after_the_last_brace_there_is_only_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    allowed, may_end = spell(grammars.json_object(), tokenizer, '{"a": {}}')
+    allowed, may_end = spell(grammars.compiled(grammars.json_object()), tokenizer, '{"a": {}}')
     assert may_end
     assert not allowed.any()
 
 
 def test_white_space_is_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    allowed, _ = spell(grammars.json_object(), tokenizer, "{\n" + 32 * " ")
+    allowed, _ = spell(grammars.compiled(grammars.json_object()), tokenizer, "{\n" + 32 * " ")
     spaces = [token for token in np.flatnonzero(allowed) if not tokenizer.decode([int(token)]).strip()]
     assert spaces == []
 
 
 def test_a_model_with_fewer_logits_than_tokens_gets_a_mask_that_fits(tokenizer: Tokenizer) -> None:
     small = Grammars(tokenizer, 1000)
-    assert small.json_object().start().allowed().shape == (1000,)
+    assert small.compiled(small.json_object()).start().allowed().shape == (1000,)
 
 
 TAGS = ("<tool_call>", "</tool_call>")
@@ -204,7 +205,7 @@ def test_tags_of_tool_calls_are_added_tokens_where_there_are_such(tokenizer: Tok
         inner.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
     ours = replace(tokenizer, inner=inner)
     grammars = Grammars(ours, inner.get_vocab_size() + SURPLUS)
-    constraint = grammars.tool_call(TOOLS)
+    constraint = grammars.compiled(grammars.tool_call(TOOLS))
     allowed, _ = spell(constraint, ours, "")
     first = {ours.decode([int(token)]) for token in np.flatnonzero(allowed)}
     assert first == ({"<tool_call>"} if special is not None else {"<"})
@@ -214,21 +215,21 @@ def test_tags_of_tool_calls_are_added_tokens_where_there_are_such(tokenizer: Tok
     assert may_end
     assert [ours.decode([int(token)]) for token in np.flatnonzero(allowed)] == ["\n"]
     assert spell(constraint, ours, f"{one}\n{none}\n{one}")[1]
-    allowed, may_end = spell(grammars.tool_call(TOOLS, is_parallel=False), ours, one)
+    allowed, may_end = spell(grammars.compiled(grammars.tool_call(TOOLS, is_parallel=False)), ours, one)
     assert may_end
     assert not allowed.any()
 
 
 @pytest.mark.parametrize("name", ["look_up", "wait"])
 def test_a_named_tool_is_the_only_one(grammars: Grammars, tokenizer: Tokenizer, name: str) -> None:
-    constraint = grammars.tool_call(TOOLS, names=[name])
+    constraint = grammars.compiled(grammars.tool_call(TOOLS, names=[name]))
     allowed, _ = spell(constraint, tokenizer, '<tool_call>\n{"name": "')
     assert all(name.startswith(tokenizer.decode([int(token)])[:1]) for token in np.flatnonzero(allowed))
 
 
 def test_a_tool_may_have_any_name(grammars: Grammars, tokenizer: Tokenizer) -> None:
     name = 'fünf "x" \\ /\n'
-    constraint = grammars.tool_call([{"type": "function", "function": {"name": name}}])
+    constraint = grammars.compiled(grammars.tool_call([{"type": "function", "function": {"name": name}}]))
     written = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)
     assert spell(constraint, tokenizer, f"<tool_call>\n{written}\n</tool_call>")[1]
 
@@ -279,7 +280,7 @@ def small() -> Small:
 def test_masks_agree_with_trying_every_token_by_its_text(small: Small) -> None:
     tokenizer, grammars = small
     end = grammars.vocab_size - 1
-    constraint = grammars.json_schema(PLAIN)
+    constraint = grammars.compiled(grammars.json_schema(PLAIN))
     source = np.random.default_rng(0)
     num_free = 0
     for _ in range(examples(12)):
@@ -339,18 +340,20 @@ def chained(depth: int) -> Schema:
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_in_time(grammars: Grammars, schema: Schema, reason: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"response_format.json_schema.schema.*{reason}") as caught:
-        grammars.json_schema(schema)
+        grammars.compiled(grammars.json_schema(schema))
     assert caught.value.param == "response_format.json_schema.schema"
 
 
 def test_the_tool_that_cannot_be_enforced_is_named(grammars: Grammars) -> None:
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"not": {}}}}}}
     with pytest.raises(InvalidArgument, match=r"tools\[3\].function.parameters.*not"):
-        grammars.tool_call([*TOOLS, bad])
+        grammars.compiled(grammars.tool_call([*TOOLS, bad]))
     with pytest.raises(InvalidArgument, match=r"tools\[0\].function.parameters.*object"):
-        grammars.tool_call([{"type": "function", "function": {"name": "bad", "parameters": {"type": "string"}}}])
+        grammars.compiled(
+            grammars.tool_call([{"type": "function", "function": {"name": "bad", "parameters": {"type": "string"}}}])
+        )
     with pytest.raises(InvalidArgument, match="tool_choice"):
-        grammars.tool_call(TOOLS, names=["nobody"])
+        grammars.compiled(grammars.tool_call(TOOLS, names=["nobody"]))
 
 
 def test_a_forced_call_in_llamas_format_that_cannot_be_enforced_names_the_tools(
@@ -362,23 +365,23 @@ def test_a_forced_call_in_llamas_format_that_cannot_be_enforced_names_the_tools(
     )
     chat = ChatModel(tokenizer, template, Continuation(Renderer(template, tokenizer)), grammars)
     call = '{"name": "look", "parameters": {"at": "left"}}'
-    assert spell(chat.forced_call(TOOLS[:1], is_one=True), tokenizer, call)[1]
+    assert spell(chat.grammars.compiled(chat.forced_call(TOOLS[:1], is_one=True)), tokenizer, call)[1]
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"not": {}}}}}}
     with pytest.raises(InvalidArgument, match=r"tools cannot be enforced: .*not") as caught:
-        chat.forced_call([bad], is_one=True)
+        chat.grammars.compiled(chat.forced_call([bad], is_one=True))
     assert caught.value.param == "tools"
 
 
 def test_options_of_the_grammar_library_cannot_be_set_from_outside(grammars: Grammars, tokenizer: Tokenizer) -> None:
     schema = {"type": "object", "x-guidance": {"whitespace_pattern": "z+"}}
-    allowed, _ = spell(grammars.json_schema(schema), tokenizer, "{")
+    allowed, _ = spell(grammars.compiled(grammars.json_schema(schema)), tokenizer, "{")
     assert not any(allowed[token] for token in tokenizer.encode("z"))
 
 
 def test_a_grammar_that_met_its_limit_is_compiled_anew(grammars: Grammars) -> None:
     schema = {"type": "string", "pattern": "^(.*a.{20}){20}$"}
-    constraint = grammars.json_schema(schema)
-    assert grammars.json_schema(schema) is constraint
+    constraint = grammars.compiled(grammars.json_schema(schema))
+    assert grammars.compiled(grammars.json_schema(schema)) is constraint
     source = np.random.default_rng(0)
     state = constraint.start()
     with pytest.raises(ConstraintFailed):  # noqa: PT012
@@ -386,7 +389,41 @@ def test_a_grammar_that_met_its_limit_is_compiled_anew(grammars: Grammars) -> No
             state.accept(int(source.choice(np.flatnonzero(state.allowed()))))
     with pytest.raises(ConstraintFailed):
         state.allowed()
-    assert grammars.json_schema(schema).start().allowed().any()
+    assert grammars.compiled(grammars.json_schema(schema)).start().allowed().any()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"const": "a" * 9000}, {"enum": ["b" * 9000, "c"]}, {"type": "string", "pattern": "^(abcdefghij){900}$"}],
+    ids=["text", "one of two", "pattern"],
+)
+def test_long_text_without_a_choice_is_refused_since_every_mask_would_tokenize_it(
+    grammars: Grammars, tokenizer: Tokenizer, schema: Schema
+) -> None:
+    with pytest.raises((InvalidArgument, ConstraintFailed), match="no choice for more than 8 KiB"):  # noqa: PT012
+        state = grammars.compiled(grammars.json_schema(schema)).start()
+        for token in tokenizer.encode('"bbbb'):
+            state.allowed()
+            state.accept(token)
+
+
+def test_grammars_are_bounded_in_memory_for_each_owner(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in {"_MAX_KEPT_BYTES": 500, "_MAX_OWNER_BYTES": 900, "_MAX_LIVE_BYTES": 2000}.items():
+        monkeypatch.setattr(grammar, name, limit)
+    grammars = Grammars(tokenizer, tokenizer.inner.get_vocab_size())
+
+    def compiled(owner: str, number: int) -> Constraint:
+        schema = {"enum": [f"{number} {'x' * 90}"]}  # 200 bytes
+        return grammars.compiled(grammars.json_schema(schema), Trial(owner))
+
+    compiled("a", 0)
+    in_use = [compiled("a", number) for number in range(1, 7)]  # the last two are also ready for the next request
+    assert len(grammars._kept) == 2
+    with pytest.raises(CapacityExhausted, match="try again soon"):
+        compiled("a", 7)
+    assert compiled("b", 100).start().allowed().any()
+    in_use.clear()
+    assert compiled("a", 7).start().allowed().any()
 
 
 leaves = st.sampled_from(
@@ -424,7 +461,7 @@ schemas = st.recursive(
 def test_whatever_is_spelled_under_a_small_schema_fits_it(small: Small, schema: Schema, seed: int) -> None:
     tokenizer, grammars = small
     try:
-        constraint = grammars.json_schema(schema)
+        constraint = grammars.compiled(grammars.json_schema(schema))
     except InvalidArgument:
         return
     source, state = np.random.default_rng(seed), constraint.start()
@@ -612,7 +649,12 @@ async def test_real_grammars_share_a_batch_with_free_runs(
     make_worker: MakeWorker, grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     """A model that babbles, held to JSON: tokens in company are those alone, all of them allowed."""
-    constraints = [grammars.json_object(), None, grammars.json_schema(SCHEMAS["flat"]), grammars.json_object()]
+    constraints = [
+        grammars.compiled(grammars.json_object()),
+        None,
+        grammars.compiled(grammars.json_schema(SCHEMAS["flat"])),
+        grammars.compiled(grammars.json_object()),
+    ]
     asked = [
         drawing(seed, constraint=constraint, eos_token_ids=tokenizer.eos_token_ids, max_tokens=25)
         for seed, constraint in enumerate(constraints)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from holdfast import __version__
+from holdfast.chat.tokenizer import Tokenizer
 from holdfast.engine.interface import Row
 from holdfast.errors import ConfigError
 from holdfast.serving.http.descriptions import DESCRIPTIONS
@@ -319,6 +321,8 @@ BAD_CHATS: dict[str, tuple[bytes, str | None]] = {
         "tool_choice.function.name",
     ),
     "metadata numbers": (chat_with('"metadata": {"a": 1}'), "metadata"),
+    "Jinja's own variable": (chat_with('"chat_template_kwargs": {"self": 1}'), "chat_template_kwargs.self"),
+    "Jinja's own function": (chat_with('"chat_template_kwargs": {"range": 1}'), "chat_template_kwargs.range"),
     "template's own variable": (chat_with('"chat_template_kwargs": {"messages": []}'), "chat_template_kwargs.messages"),
     "input_ids outside": (chat_with('"input_ids": [99999999]'), "input_ids"),
     "input_ids negative": (chat_with('"input_ids": [-1]'), "input_ids[0]"),
@@ -826,15 +830,45 @@ async def test_a_model_is_found_by_its_name_alone_and_on_sessions(client: httpx.
     assert refusal_of(await client.get("/sessions/x/v1/models/test")) == (404, "session_not_found")
 
 
-async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.AsyncClient) -> None:
-    long = asyncio.create_task(client.post(CHAT, json=said("some words " * 200_000), timeout=240))
+async def test_other_clients_are_served_while_a_long_text_is_read(client: httpx.AsyncClient, server: Server) -> None:
+    assert isinstance(server.worker.engine, SlowEngine)
+    before, started = server.worker.engine.num_forwards, time.perf_counter()
+    text = said("some words " * 200_000, truncation="auto")  # otherwise it would not be read at all
+    long = asyncio.create_task(client.post(CHAT, json=text, timeout=240))
     slowest = 0.0
-    while not long.done():
+    while server.worker.engine.num_forwards == before:
         response = await client.get("/health")
         slowest = max(slowest, response.elapsed.total_seconds())
-    assert refusal_of(await long) == (400, "context_length_exceeded")
+    long.cancel()
+    await asyncio.gather(long, return_exceptions=True)
     # where reading keeps the others waiting, one of them waits for nearly all of it
-    assert slowest < (await long).elapsed.total_seconds() / 3
+    assert slowest < (time.perf_counter() - started) / 3
+    await until(lambda: server.worker.num_free_slabs == 4)
+
+
+@pytest.mark.parametrize("size_kb", [100, 5 * 1024], ids=["window", "text"])
+async def test_a_text_that_is_too_long_is_refused_by_its_size_before_it_is_tokenized(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, size_kb: int
+) -> None:
+    """A text has at least as many tokens as the longest token fits into it: 81 characters."""
+    encoded: list[int] = []
+    encode = Tokenizer._encode
+    monkeypatch.setattr(Tokenizer, "_encode", lambda *given: encoded.append(len(given[2])) or encode(*given))
+    session, long = await open_session(client), "some words " * (size_kb * 1024 // 11)
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    chats = [said(long), said("hi", "hello", long), said("hi", tools=[tool])]
+    if size_kb > 1024:  # whatever the window is
+        chats += [said(long, truncation="auto"), said("hi", chat_template_kwargs={"x": long})]
+    for body in chats:
+        for path in (CHAT, chat_path(session)):
+            response = await client.post(path, json=body)
+            assert refusal_of(response) == (400, "context_length_exceeded")
+            assert response.json()["error"]["param"] == "messages"
+    for prompt in (long, [long, "hi"], ["hi", long]):
+        response = await client.post("/v1/completions", json={"prompt": prompt})
+        assert refusal_of(response) == (400, "context_length_exceeded")
+        assert response.json()["error"]["param"] == "prompt"
+    assert max(encoded, default=0) < 1000
 
 
 async def test_a_small_answer_does_not_wait_for_an_acknowledgement(client: httpx.AsyncClient) -> None:

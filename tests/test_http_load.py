@@ -4,15 +4,19 @@ import asyncio
 import contextlib
 import gc
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import psutil
 import pytest
 
+from holdfast.chat.grammar import Compilation, Grammars, Trial
+from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.errors import CapacityExhausted, QueueTimeout
 from holdfast.metrics import Metrics
 from holdfast.sessions.admission import Admission
@@ -522,3 +526,96 @@ async def _endless(response: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
     await send({"type": "http.response.body", "body": b"1", "more_body": True})
     await asyncio.sleep(600)
+
+
+# Grammars
+
+
+def hostile_schema(index: int) -> dict[str, Any]:
+    """Takes as long to compile as it may: a second of processor time, in a process of its own."""
+    patterns = [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{k}}}$"} for k in range(2, 40)]
+    return schema_body({"allOf": [*patterns, {"description": str(index)}]})
+
+
+def schema_body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def trials() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_schemas_whose_clients_left_are_dropped_and_their_processes_killed(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"a:{'a' * 32}\nb:{'b' * 32}\n")
+    async with (
+        serving(wordy_engine(), default_chat(), keys_file=str(keys)) as server,
+        client_of(server, "a" * 32) as one,
+        client_of(server, "b" * 32) as other,
+    ):
+        before = len(trials())
+        asking = [asyncio.create_task(one.post(CHAT, json=said("hi", **hostile_schema(i)))) for i in range(12)]
+        await until(lambda: len(trials()) == before + 2)  # as many as one owner may have
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await until(lambda: len(trials()) == before, timeout_s=5)
+        started = time.monotonic()
+        schema = schema_body({"type": "object", "properties": {"a": {"type": "integer"}}})
+        for options in ({}, schema):
+            assert (await other.post(CHAT, json=said("hi", **options))).status_code == 200
+        assert time.monotonic() - started < 8  # twelve seconds of processor time would have come before
+
+
+@dataclass(eq=False)
+class HeldGrammars:
+    """Compiles nothing until it is told to, and tells what it compiles."""
+
+    may_end: threading.Event = field(default_factory=threading.Event)
+    begun: list[tuple[str, str]] = field(default_factory=list)
+
+    def kept(self, compilation: Compilation) -> None:
+        return None
+
+    def compiled(self, compilation: Compilation, trial: Trial) -> str:
+        self.begun.append((trial.owner, compilation.grammar))
+        assert self.may_end.wait(60)
+        return compilation.grammar
+
+
+async def test_owners_take_turns_and_one_owner_never_has_all_threads() -> None:
+    held_grammars = HeldGrammars()
+    queue = GrammarQueue(cast(Grammars, held_grammars))
+
+    def asks(owner: str, *names: str) -> "list[asyncio.Task[Any]]":
+        return [asyncio.create_task(queue.compiled(owner, Compilation([], name))) for name in names]
+
+    asking = asks("a", *(f"a{i}" for i in range(6)))
+    await until(lambda: len(held_grammars.begun) == 2)
+    asking += asks("b", "b0", "b1", "b2")
+    await until(lambda: len(held_grammars.begun) == 3)
+    left = asks("c", "c0", "c1")
+    asking += asks("d", "d0")
+    asking += asks("e", "d0")  # the same grammar: compiled once
+    await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    held_grammars.may_end.set()
+    assert await asyncio.gather(*asking) == [*(f"a{i}" for i in range(6)), "b0", "b1", "b2", "d0", "d0"]
+    assert [name for _, name in held_grammars.begun[:3]] == ["a0", "a1", "b0"]
+    assert {name for _, name in held_grammars.begun[3:6]} == {"a2", "b1", "d0"}
+    assert len(held_grammars.begun) == 10
+
+
+async def test_an_owner_with_too_many_schemas_is_turned_away_and_others_are_not() -> None:
+    held_grammars = HeldGrammars()
+    queue = GrammarQueue(cast(Grammars, held_grammars))
+    asking = [asyncio.create_task(queue.compiled("a", Compilation([], f"a{i}"))) for i in range(34)]
+    await until(lambda: len(held_grammars.begun) == 2)
+    with pytest.raises(CapacityExhausted, match="too many schemas"):
+        await queue.compiled("a", Compilation([], "one more"))
+    asking.append(asyncio.create_task(queue.compiled("b", Compilation([], "b0"))))
+    await until(lambda: len(held_grammars.begun) == 3)
+    held_grammars.may_end.set()
+    assert len(await asyncio.gather(*asking)) == 35

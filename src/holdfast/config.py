@@ -81,7 +81,9 @@ class ServeConfig:
     deprecation_headers: bool = option(True, "send headers that point stateless clients to sessions")
     sunset: str = option("2027-12-31", "date in the Sunset header of stateless responses, YYYY-MM-DD")
     log_prompts: bool = option(False, "write request bodies to the access log")
-    compat: str = option("none", "error format of another session server", choices=("none", "miles"))
+    compat: str = option(
+        "none", "error format and order of tool fields of another session server", choices=("none", "miles")
+    )
     backend: str = option("embedded", "where generation runs", choices=("embedded", "sglang", "vllm"))
     weight_version: str = option("", "version of the weights if the upstream reports none; can be changed later")
     pause_max_wait_s: float = option(60.0, "longest wait of a request while generation is paused, in seconds")
@@ -104,6 +106,7 @@ class ChatConfig:
         "whether control tokens spelled out in a message stay text (reject) or become real ones (allow)",
         choices=("reject", "allow"),
     )
+    max_text_mb: int = option(4, "largest text that one request may have tokenized, in MB", least=1)
     matcher: str = option(
         "normal",
         "how resent messages are compared: normal, strict, loose_tool_call, role_content_only or a dotted path",

@@ -1,19 +1,18 @@
 """Everything about text that belongs to a model: tokenizer, template, reasoning and tool call formats, grammars."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.chat.continuation import Continuation
-from holdfast.chat.grammar import Grammars
+from holdfast.chat.grammar import Compilation, Grammars
 from holdfast.chat.reply import AssistantReply, ReasoningSplit, ReplyReader
-from holdfast.chat.template import ChatTemplate, Renderer, Tools, load_template
+from holdfast.chat.template import RESERVED, ChatTemplate, Renderer, Tools, load_template
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.chat.tool_calls import LlamaParser, ToolCallParser, parser_for
 from holdfast.config import ChatConfig
 from holdfast.errors import ConfigError
-from holdfast.generation import Constraint
 from holdfast.models import ModelSource
 
 
@@ -40,8 +39,8 @@ class ChatModel:
         """A new, empty reply of plain text: no reasoning, no tool calls."""
         return AssistantReply(self.tokenizer, ReplyReader(stop))
 
-    def forced_call(self, tools: Tools, *, is_one: bool) -> Constraint:
-        """A grammar that allows only calls of `tools`, in the format that this model writes. Blocks."""
+    def forced_call(self, tools: Tools, *, is_one: bool) -> Compilation:
+        """A grammar that allows only calls of `tools`, in the format that this model writes."""
         if not isinstance(self._parser(tools), LlamaParser):
             return self.grammars.tool_call(tools, is_parallel=not is_one)
         calls = [
@@ -65,11 +64,13 @@ class ChatModel:
 
 def load_chat(source: ModelSource, config: ChatConfig, vocab_size: int) -> ChatModel:
     """Raises ModelError if the model has no tokenizer, or no template with which a chat can be continued."""
-    tokenizer = load_tokenizer(source)
+    tokenizer = replace(load_tokenizer(source), max_bytes=config.max_text_mb << 20)
     if config.chat_template:
         template = _read_template(config.chat_template, tokenizer)
     else:
         template = load_template(source, tokenizer)
+    for name in RESERVED.intersection(config.template_variables):
+        raise ConfigError(f"chat_template_kwargs.{name} is a name that chat templates reserve; use another one")
     continuation = Continuation(Renderer(template, tokenizer, allow_control=config.control_tokens == "allow"))
     return ChatModel(tokenizer, template, continuation, Grammars(tokenizer, vocab_size), config.template_variables)
 

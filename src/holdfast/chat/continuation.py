@@ -5,7 +5,7 @@ assistant text is a sentinel; what follows the sentinel is the tail to append.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from holdfast.errors import InvalidArgument, ModelError
 from holdfast.sessions.record import TemplateInputs
 
 Variables = Mapping[str, Any]
+Fits = Callable[[int], None]  # raises where so many tokens are too many
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,27 @@ class Continuation:
         """Tokens that end an assistant's turn."""
         return self._ends
 
-    def first(self, messages: Sequence[Message], tools: Tools = (), variables: Variables | None = None) -> Prompt:
-        """The whole first prompt."""
+    def first(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        variables: Variables | None = None,
+        fits: Fits | None = None,
+    ) -> Prompt:
+        """The whole first prompt. `fits` may refuse it by its length before it is tokenized."""
         shown, tools = self._renderable(messages, tools)
         text = self._renderer.text(shown, prompt=True, tools=tools, variables=variables)
+        if fits:
+            fits(self._renderer.fewest_tokens(text))
         return Prompt(self._renderer.encode(text), _opens_reasoning(text), self._renderer.count_control(messages))
+
+    def whole_text(self, messages: Sequence[Message], tools: Tools, variables: Variables) -> str:
+        """The text of the whole conversation and a generation prompt, of any length, as its tokens would spell it."""
+        shown, tools = self._renderable(messages, tools)
+        text = self._renderer.text(shown, prompt=True, tools=tools, variables=variables, is_limited=False)
+        normalizer = self._renderer.tokenizer.inner.normalizer
+        text = self._renderer.restored(text)
+        return str(normalizer.normalize_str(text)) if normalizer else text
 
     def tail(
         self,
@@ -54,6 +71,7 @@ class Continuation:
         messages: Sequence[Message],
         tools: Tools = (),
         variables: Variables | None = None,
+        fits: Fits | None = None,
         *,
         start: int = 1,
     ) -> Prompt:
@@ -62,7 +80,7 @@ class Continuation:
         `start` is the index of the first new message in the whole conversation.
         """
         shown, tools = self._renderable(messages, tools, start)
-        text, ids = self._tail(shown, tools, variables or {})
+        text, ids = self._tail(shown, tools, variables or {}, fits)
         ids = ids[1:] if last_token == ids[0] else ids
         return Prompt(ids, _opens_reasoning(text), self._renderer.count_control(messages))
 
@@ -76,7 +94,7 @@ class Continuation:
             for name, value in variables.items()
             if self._renderer.text(shown, prompt=False, tools=native, variables={name: value}) != plain
         }
-        return TemplateInputs(_canonical(list(tools)), _canonical(lasting))
+        return TemplateInputs(_spelled(list(tools)), _spelled(lasting))
 
     def pinned(
         self, messages: Sequence[Message], limit: int, tools: Tools = (), variables: Variables | None = None
@@ -99,12 +117,17 @@ class Continuation:
         whole = [index + 1 for index in range(shared) if one[index] == self.end_of_turn]
         return min(whole[-1] if whole else 0, limit)
 
-    def _tail(self, messages: Sequence[Message], tools: Tools, variables: Variables) -> tuple[str, list[int]]:
+    def _tail(
+        self, messages: Sequence[Message], tools: Tools, variables: Variables, fits: Fits | None = None
+    ) -> tuple[str, list[int]]:
         """Text and ids from the end of the synthetic assistant turn."""
         follows_call = bool(messages) and messages[0]["role"] == "tool"
         prefix = (follows_call and self.abilities.after_call) or self.abilities.after_text
         text = self._renderer.text([*prefix, *messages], prompt=True, tools=tools, variables=variables)
         text = text.rpartition(SENTINEL)[2]
+        if fits:  # what comes before the end of the turn is not appended
+            ending = self._renderer.tokenizer.decode([self.end_of_turn])
+            fits(self._renderer.fewest_tokens(text.partition(ending)[2]))
         ids = self._renderer.encode(text)
         for is_end in (self._ends.__contains__, self._renderer.tokenizer.is_control):
             for index, token in enumerate(ids):
@@ -155,5 +178,6 @@ def _opens_reasoning(text: str) -> bool:
     return text.rstrip().endswith("<think>")
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+def _spelled(value: Any) -> str:
+    """As JSON, members in the order in which they are rendered."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

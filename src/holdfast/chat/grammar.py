@@ -3,7 +3,8 @@
 Compiles schemas to masks over the model's vocabulary, by llguidance. Knows text and tokens, nothing of engines or HTTP.
 A client's schema may be hostile: compiling some of them never ends, and llguidance has no option to stop it. So each
 new grammar is first compiled in a child process with limited time and memory. The work for each token is limited by
-llguidance itself.
+llguidance itself, except for text that the grammar forces: it is tokenized for every mask, so its length is limited
+here. So is the memory of all grammars together, by the length of their text: up to 0.1 MB for each KiB was measured.
 """
 
 import json
@@ -14,21 +15,23 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer as RustTokenizer
 
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.errors import ConstraintFailed, HoldfastError, InvalidArgument
+from holdfast.errors import CapacityExhausted, ConstraintFailed, HoldfastError, InvalidArgument
 from holdfast.generation import Constraint, ConstraintState, Mask
 
 SCHEMA = "response_format.json_schema.schema"
 
 _MAX_GRAMMAR_BYTES = 256 * 1024
-_MAX_KEPT = 32  # compiled grammars that are ready for the next request
+_MAX_KEPT, _MAX_KEPT_BYTES = 16, 512 * 1024  # compiled grammars that are ready for the next request
+_MAX_LIVE_BYTES, _MAX_OWNER_BYTES = 8 * 2**20, 2 * 2**20  # of all grammars in memory, and of one owner's
+_MAX_FORCED_BYTES = 8 * 1024  # of text without a choice: about 3 ms a mask
 _MAX_REASON = 300  # characters of llguidance's error, which may quote the whole schema
-_NUM_TRIALS = 2  # at the same time
 _TRIAL_CPU_S, _TRIAL_WALL_S, _TRIAL_BYTES = 1, 20, 512 * 2**20
 
 _LIMITS: dict[str, Any] = {
@@ -67,33 +70,78 @@ class _Part(NamedTuple):
     grammar: str
 
 
+class Trial:
+    """One compilation for an owner. Another thread may cancel it, which kills its child process."""
+
+    def __init__(self, owner: str = "") -> None:
+        self.owner = owner
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+    def run(self, job: str) -> tuple[int, str, str]:
+        """Exit status, output and errors of the child process. Blocks. Raises CapacityExhausted if cancelled."""
+        command = [sys.executable, "-P", "-c", _TRIAL]
+        pipe = subprocess.PIPE
+        self._check()
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+            with self._lock:
+                self._process = process
+                if self._is_cancelled:
+                    process.kill()
+            try:
+                output, errors = process.communicate(job, _TRIAL_WALL_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, errors = process.communicate()
+        self._check()
+        return process.returncode, output, errors
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise CapacityExhausted("the request was cancelled")
+
+
+class Compilation(NamedTuple):
+    """A grammar to be compiled. `parts` are compiled in the child process first; later errors name the last one."""
+
+    parts: Sequence[_Part]
+    grammar: str
+
+
 class Grammars:
     """Constraints for one model; create one per server. Thread-safe.
 
-    Every method blocks: for a tenth of a second for a new grammar, for seconds if it is hostile or the very first.
-    Call them in a thread, never on an event loop.
+    `compiled` blocks: for a tenth of a second for a new grammar, for seconds if it is hostile or the very first. Call
+    it in a thread, never on an event loop.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._kept: OrderedDict[str, _Grammar] = OrderedDict()
+        self._live: WeakSet[_Grammar] = WeakSet()  # also those that are only in use
         self._lock = threading.Lock()
-        self._trials = threading.BoundedSemaphore(_NUM_TRIALS)
 
-    def json_object(self) -> Constraint:
+    def json_object(self) -> Compilation:
         """Any JSON object."""
         part = _schema_part("response_format", {"type": "object"})
-        return self._constraint([part], part.grammar)
+        return Compilation([part], part.grammar)
 
-    def json_schema(self, schema: Mapping[str, Any], field: str = SCHEMA) -> Constraint:
-        """JSON that matches `schema`, properties in its order. InvalidArgument, naming `field`, if not enforceable."""
+    def json_schema(self, schema: Mapping[str, Any], field: str = SCHEMA) -> Compilation:
+        """JSON that matches `schema`, properties in its order. Errors of the compilation name `field`."""
         part = _schema_part(field, schema)
-        return self._constraint([part], part.grammar)
+        return Compilation([part], part.grammar)
 
     def tool_call(
         self, tools: Sequence[Mapping[str, Any]], *, names: Collection[str] = (), is_parallel: bool = True
-    ) -> Constraint:
+    ) -> Compilation:
         """One `<tool_call>` block that calls one of `tools` (OpenAI's form), or several blocks, and nothing else.
 
         `names` are the tools that may be called, all if empty. A tag that is one token must be sampled as that token.
@@ -120,42 +168,58 @@ class Grammars:
 
         tags = ("<tool_call>", "</tool_call>")
         parts.append(_Part("tools", grammar(*map(_quoted, tags))))
-        return self._constraint(parts, grammar(*map(self._tag, tags)))
+        return Compilation(parts, grammar(*map(self._tag, tags)))
+
+    def kept(self, compilation: Compilation) -> Constraint | None:
+        """The compiled grammar, if it is at hand. Does not block."""
+        with self._lock:
+            kept = self._kept.get(compilation.grammar)
+            if kept is None or kept.is_spent:
+                return None
+            self._kept.move_to_end(compilation.grammar)
+            return kept
+
+    def compiled(self, compilation: Compilation, trial: Trial | None = None) -> Constraint:
+        """The compiled grammar. Blocks. InvalidArgument, naming the field, if it cannot be enforced."""
+        parts, grammar = compilation
+        if kept := self.kept(compilation):
+            return kept
+        trial = trial or Trial()
+        for part in parts:
+            if len(part.grammar) > _MAX_GRAMMAR_BYTES:
+                raise _refusal(part.field, f"it must not be longer than {_MAX_GRAMMAR_BYTES // 1024} KiB")
+        self._check_room(trial.owner, len(grammar))
+        _try_out(parts, trial)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        compiled = _Grammar(matcher, self.vocab_size, self._vocabulary.eos_tokens, owner=trial.owner, size=len(grammar))
+        try:
+            state = compiled.start()
+            can_begin = state.may_end or state.allowed().any()
+        except ConstraintFailed as exc:
+            raise _refusal(parts[-1].field, f"it has no valid first token ({exc})") from exc
+        if not can_begin:
+            raise _refusal(parts[-1].field, "no text matches it")
+        with self._lock:
+            self._live.add(compiled)
+            for spent in [key for key, kept in self._kept.items() if kept.is_spent]:
+                del self._kept[spent]
+            self._kept[grammar] = compiled
+            while len(self._kept) > _MAX_KEPT or sum(map(len, self._kept)) > _MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _check_room(self, owner: str, size: int) -> None:
+        """Raises CapacityExhausted while grammars that are in use leave no room for another one."""
+        with self._lock:
+            live = set(self._live) - set(self._kept.values())
+        own = sum(grammar.size for grammar in live if grammar.owner == owner)
+        if own + size > _MAX_OWNER_BYTES or sum(grammar.size for grammar in live) + size > _MAX_LIVE_BYTES:
+            raise CapacityExhausted("schemas of requests in progress take too much memory; try again soon")
 
     def _tag(self, text: str) -> str:
         """`text` in the grammar: the token's id if it is a token that was added to the vocabulary."""
         added = {str(token.content): i for i, token in self._tokenizer.inner.get_added_tokens_decoder().items()}
         return f"<[{added[text]}]>" if text in added else _quoted(text)
-
-    def _constraint(self, parts: Sequence[_Part], grammar: str) -> Constraint:
-        """The compiled grammar. `parts` are compiled in the child process first; later errors name the last one."""
-        field = parts[-1].field
-        with self._lock:
-            kept = self._kept.get(grammar)
-            if kept and not kept.is_spent:
-                self._kept.move_to_end(grammar)
-                return kept
-        for part in parts:
-            if len(part.grammar) > _MAX_GRAMMAR_BYTES:
-                raise _refusal(part.field, f"it must not be longer than {_MAX_GRAMMAR_BYTES // 1024} KiB")
-        with self._trials:
-            _try_out(parts)
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-        compiled = _Grammar(matcher, self.vocab_size, self._vocabulary.eos_tokens)
-        try:
-            state = compiled.start()
-            can_begin = state.may_end or state.allowed().any()
-        except ConstraintFailed as exc:
-            raise _refusal(field, f"it has no valid first token ({exc})") from exc
-        if not can_begin:
-            raise _refusal(field, "no text matches it")
-        with self._lock:
-            for spent in [key for key, kept in self._kept.items() if kept.is_spent]:
-                del self._kept[spent]
-            self._kept[grammar] = compiled
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-        return compiled
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -169,7 +233,11 @@ class Grammars:
 class _Grammar:
     """A compiled grammar. Its states share llguidance's lexer, so once one reaches a limit, all are unusable."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int], *, owner: str = "", size: int = 0
+    ) -> None:
+        self.owner = owner  # whose request it was compiled for
+        self.size = size  # bytes of its text
         self.vocab_size = vocab_size
         self.ends = [token for token in ends if token < vocab_size]
         self.is_spent = False
@@ -185,6 +253,9 @@ class _State:
         self._matcher = matcher
 
     def allowed(self) -> Mask:
+        if len(self._matcher.compute_ff_bytes()) > _MAX_FORCED_BYTES:
+            limit = f"{_MAX_FORCED_BYTES // 1024} KiB"
+            raise ConstraintFailed(f"the grammar leaves no choice for more than {limit} of text")
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         allowed = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
@@ -245,15 +316,9 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:_MAX_REASON]
 
 
-def _try_out(parts: Sequence[_Part]) -> None:
+def _try_out(parts: Sequence[_Part], trial: Trial) -> None:
     """Compiles `parts` in a child process with limited time and memory. Blocks. Raises for the first that fails."""
-    job = json.dumps([_TRIAL_CPU_S, _TRIAL_BYTES, _LIMITS, [part.grammar for part in parts]])
-    command = [sys.executable, "-P", "-c", _TRIAL]
-    try:
-        trial = subprocess.run(command, input=job, capture_output=True, text=True, timeout=_TRIAL_WALL_S, check=False)
-        code, output = trial.returncode, trial.stdout
-    except subprocess.TimeoutExpired as exc:
-        code, output = -1, (exc.stdout or b"").decode()
+    code, output, stderr = trial.run(json.dumps([_TRIAL_CPU_S, _TRIAL_BYTES, _LIMITS, [p.grammar for p in parts]]))
     errors = [json.loads(line) for line in output.splitlines()]
     for part, error in zip(parts, errors, strict=False):
         if error:
@@ -262,4 +327,4 @@ def _try_out(parts: Sequence[_Part]) -> None:
         return
     if code < 0:  # ended by a signal: out of time or memory
         raise _refusal(parts[len(errors)].field, "it takes too much time or memory to compile")
-    raise HoldfastError(f"the process that checks grammars failed: {trial.stderr.strip()}")
+    raise HoldfastError(f"the process that checks grammars failed: {stderr.strip()}")

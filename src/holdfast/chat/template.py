@@ -1,4 +1,4 @@
-"""Messages to token ids by the model's own chat template, so that text in a message never becomes a control token.
+"""Messages to token ids by the model's own chat template, so that a client's text never becomes a control token.
 
 A conversation is continued by rendering a synthetic one whose last assistant text is a sentinel, plus the new messages;
 `probe` finds which synthetic prefix works, and which roles and tools the template supports. A template that drops a
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from holdfast.chat.messages import Message, for_template
@@ -50,9 +51,13 @@ _AFTER_CALL: list[list[Message]] = [
 
 Tools = Sequence[Mapping[str, Any]]
 
+# Names that templates and Jinja itself use; no variable may have one of them.
+RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+RESERVED |= {"self", "super", "loop", "caller", "varargs", "kwargs", *DEFAULT_NAMESPACE}
+
 _NONCE = secrets.token_hex(8)
-_STAND_IN = f"\uf8f0{_NONCE}:%d\uf8f1"
-_STAND_INS = re.compile(f"\uf8f0{_NONCE}:([0-9]+)\uf8f1")
+_STAND_IN = f"\u2e28{_NONCE}:%d\u2e29"  # printable, so that a template that prints an object does not escape it
+_STAND_INS = re.compile(f"\u2e28{_NONCE}:([0-9]+)\u2e29")
 
 
 class ChatTemplate:
@@ -71,11 +76,10 @@ class ChatTemplate:
             raise ModelError(f"the chat template does not parse, line {exc.lineno}: {exc.message}") from exc
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool, **variables: Any) -> str:
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._tokens, **variables
-            )
+            return self._template.render(variables | self._tokens | given)
         except Exception as exc:
             raise TemplateError(f"the model's chat template rejects these messages: {exc}") from exc
 
@@ -105,15 +109,21 @@ class Renderer:
         prompt: bool,
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
+        is_limited: bool = True,
     ) -> str:
-        """The rendered conversation. Control tokens in messages are replaced by stand-ins that `encode` resolves."""
-        shown = [self._guarded(for_template(message)) for message in messages]
-        return self.template.render(
-            shown,
-            add_generation_prompt=prompt,
-            **({"tools": [self._guarded(dict(tool)) for tool in tools]} if tools else {}),
-            **(variables or {}),
-        )
+        """The rendered conversation. Control tokens in messages are replaced by stand-ins that `encode` resolves.
+
+        `is_limited`: more text than may be tokenized at once is refused.
+        """
+        given = dict(variables or {}) | ({"tools": list(tools)} if tools else {})
+        try:
+            if is_limited:
+                self.tokenizer.check_size(sum(map(len, _strings([*messages, given]))), "messages")
+            shown = [self._guarded(for_template(message)) for message in messages]
+            given = self._guarded(given)
+        except RecursionError as exc:
+            raise InvalidArgument("messages, tools or chat_template_kwargs are nested too deeply") from exc
+        return self.template.render(shown, add_generation_prompt=prompt, **given)
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text. The text of a control token in a message stays plain text."""
@@ -127,6 +137,10 @@ class Renderer:
             end = match.end()
         return ids + self._plain(text[end:])
 
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound for the number of tokens of rendered text, without tokenizing it."""
+        return self.tokenizer.fewest_tokens(self.restored(text))
+
     def count_control(self, messages: Sequence[Message]) -> int:
         """How many control tokens the messages spell out."""
         if self._pattern is None:
@@ -134,8 +148,7 @@ class Renderer:
         return sum(len(self._pattern.findall(text)) for message in messages for text in _strings(message))
 
     def _plain(self, text: str) -> list[int]:
-        restored = _STAND_INS.sub(lambda match: self._texts[int(match.group(1))], text)
-        ids = self.tokenizer.encode_plain(restored)
+        ids = self.tokenizer.encode_plain(self.restored(text))
         for token in ids:
             if self.tokenizer.is_control(token):
                 spelled = self.tokenizer.decode([token])
@@ -143,6 +156,10 @@ class Renderer:
                     f"messages contain {spelled!r}, which is a control token of this model; remove it", param="messages"
                 )
         return ids
+
+    def restored(self, text: str) -> str:
+        """Rendered text with the text of control tokens in place of their stand-ins."""
+        return _STAND_INS.sub(lambda match: self._texts[int(match.group(1))], text)
 
     def _guarded(self, value: Any) -> Any:
         if self._allow_control or self._pattern is None:

@@ -1,15 +1,17 @@
 """Text to token ids and back, by the model's own tokenizer (tokenizer.json, or a GGUF file's vocabulary)."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
-from holdfast.errors import InvalidArgument, ModelError
+from holdfast.errors import ContextTooLong, InvalidArgument, ModelError
 from holdfast.models import GGUFSource, ModelSource
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched before any merging
@@ -20,6 +22,11 @@ _LLAMA3_SPLIT = (
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
+# Where every pre-tokenizer that `_can_split` knows splits, whatever comes before and after: their patterns match white
+# space only at the start of a part, or after punctuation that line breaks follow, and look ahead at most one character.
+_BOUNDARY = re.compile(r"(?<=[!-~])(?= [!-~])|(?<=[A-Za-z0-9])(?=\n[!-~])")
+_PIECE = 1 << 18  # characters that are tokenized at once; the tokenizer takes 60 to 380 bytes of memory for each
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -29,26 +36,55 @@ class Tokenizer:
     eos_token_ids: frozenset[int]
     bos_token: str = ""
     eos_token: str = ""
+    max_bytes: int = 0  # of a text that is tokenized; 0: no limit
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, in which the text of a control token becomes that token. No BOS or EOS is added.
 
         Raises InvalidArgument for bytes that the vocabulary has no token for: the tokenizer would drop them silently.
         """
-        try:
-            missing = self._missing_bytes.intersection(text.encode())
-        except UnicodeEncodeError as exc:
-            raise InvalidArgument(f"the text is not valid Unicode at character {exc.start}") from exc
-        if missing:
-            raise InvalidArgument(f"the model's vocabulary has no token for the byte 0x{min(missing):02X} of this text")
-        # A batch of one releases the interpreter lock, and is faster.
-        ids: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return self._encode(self.inner, text)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of `text`, in which the text of a control token stays plain text."""
-        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        """Ids of `text`, in which the text of a control token stays plain text. Raises as `encode` does."""
+        return self._encode(self._plain, text)
+
+    def check_size(self, num_bytes: int, field: str | None = None) -> None:
+        """Raises ContextTooLong for more text than may be tokenized at once."""
+        if 0 < self.max_bytes < num_bytes:
+            size, limit = f"{num_bytes / 2**20:.1f} MB", f"{self.max_bytes / 2**20:g} MB"
+            raise ContextTooLong(
+                f"{field or 'the prompt'}: {size} of text is more than the {limit} that a request may have "
+                "(--max-text-mb)",
+                param=field,
+            )
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound for the number of tokens of `text`, without tokenizing it; 0 where none is known."""
+        composes = self.inner.normalizer is not None and not text.isascii()  # up to four characters become one
+        return -(-len(text) // (self._longest * (4 if composes else 1))) if self._longest else 0
+
+    def _encode(self, inner: RustTokenizer, text: str) -> list[int]:
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as exc:
+            raise InvalidArgument(f"the text is not valid Unicode at character {exc.start}") from exc
+        self.check_size(len(data))
+        if missing := self._missing_bytes.intersection(data) if self._missing_bytes else None:
+            raise InvalidArgument(f"the model's vocabulary has no token for the byte 0x{min(missing):02X} of this text")
+        ids: list[int] = []
+        for piece in self._pieces(text):
+            # A batch of one releases the interpreter lock, and is faster.
+            ids += inner.encode_batch_fast([piece], add_special_tokens=False)[0].ids
         return ids
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """`text` in pieces that are tokenized as they are in the whole text."""
+        start = 0
+        while self._can_split and (found := _BOUNDARY.search(text, start + _PIECE)):
+            yield text[start : found.start()]
+            start = found.start()
+        yield text[start:]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special)
@@ -63,8 +99,23 @@ class Tokenizer:
         """Every control token by its text."""
         return {str(self._added[token].content): token for token in sorted(self._control)}
 
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether the bytes of a text are those of its tokens, one after the other."""
+        return bool(self._bytes_by_char)
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, which may be only a part of a character."""
+        known = self._known_bytes.get(token)
+        if known is None:
+            known = self._known_bytes[token] = self._token_bytes(token)
+        return known
+
+    @cached_property
+    def _known_bytes(self) -> dict[int, bytes]:
+        return {}
+
+    def _token_bytes(self, token: int) -> bytes:
         text = self.inner.id_to_token(token)
         if text is None:
             return b""
@@ -92,6 +143,36 @@ class Tokenizer:
         """Bytes that have no token in a byte-level vocabulary (small vocabularies lack some)."""
         chars = self._bytes_by_char.items()
         return frozenset(byte for char, byte in chars if self.inner.token_to_id(char) is None)
+
+    @cached_property
+    def _is_plain_bytes(self) -> bool:
+        """Whether every byte of a text ends up in a token: nothing is dropped, replaced or taken with a neighbour."""
+        kind = type(self.inner.normalizer)
+        strips = any(token.lstrip or token.rstrip for token in self._added.values())
+        return bool(self._bytes_by_char) and kind in (type(None), normalizers.NFC) and not strips
+
+    @cached_property
+    def _longest(self) -> int:
+        """The most characters that one token stands for; 0 if there is no such number."""
+        return max(map(len, self.inner.get_vocab())) if self._is_plain_bytes else 0
+
+    @cached_property
+    def _can_split(self) -> bool:
+        """Whether text may be tokenized in pieces that end at `_BOUNDARY`."""
+        has_spaces = any(re.search(r"\s", token.content) for token in self._added.values())
+        if not self._is_plain_bytes or has_spaces or self.inner.pre_tokenizer is None:
+            return False
+        state = json.loads(self.inner.pre_tokenizer.__getstate__())
+        steps = state.get("pretokenizers", [state])
+        splits = [step.get("pattern", {}).get("Regex") for step in steps if step["type"] == "Split"]
+        by_words = [step["use_regex"] for step in steps if step["type"] == "ByteLevel"]
+        return (
+            all(step["type"] in ("Split", "Digits", "ByteLevel") for step in steps)
+            and not any(step.get("add_prefix_space") or step.get("invert") for step in steps)
+            and all(step.get("behavior", "Isolated") == "Isolated" for step in steps)
+            and all(pattern in (_LLAMA3_SPLIT, _QWEN2_SPLIT) for pattern in splits)
+            and bool(splits or any(by_words))
+        )
 
     @cached_property
     def _control(self) -> frozenset[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.continuation import Prompt
+from holdfast.chat.continuation import Fits, Prompt
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
 from holdfast.chats.events import ChatRequest, TurnResponse
@@ -113,7 +113,9 @@ class Trajectory:
                 await claim.rewind(self.synced_node.end, is_limited=False)
             self.needs_rewind = False
 
-    def prepare(self, request: ChatRequest, chat: ChatModel, rules: HistoryRules) -> PreparedTurn:
+    def prepare(
+        self, request: ChatRequest, chat: ChatModel, rules: HistoryRules, fits: Fits | None = None
+    ) -> PreparedTurn:
         """Match the request's messages with those on record; render what is new. Changes nothing."""
         continuation, tree = chat.continuation, self.tree
         root = continuation.root(request.tools, request.variables)
@@ -126,24 +128,23 @@ class Trajectory:
             raise self._too_far(request, root, rules, left)
         new = request.messages[parent.num_messages :]
         if parent is tree.root:
-            prompt = continuation.first(new, request.tools, request.variables)
+            prompt = continuation.first(new, request.tools, request.variables, fits)
         else:
             prompt = continuation.tail(
-                parent.last_token, new, request.tools, request.variables, start=parent.num_messages
+                parent.last_token, new, request.tools, request.variables, fits, start=parent.num_messages
             )
         return PreparedTurn(parent=parent, root=root, messages=new, prompt=prompt, is_branch=parent is not tree.tip)
 
     def _too_far(self, request: ChatRequest, root: TemplateInputs, rules: HistoryRules, left: int) -> MessageMismatch:
         first = self.tree.tip.path()[0]
         limit = f"this would leave {left} sampled turns behind, --max-rollback allows {rules.max_rollback}"
-        for field_name in ("tools", "variables"):
-            if getattr(first.turn.root, field_name) != getattr(root, field_name):
-                name = "tools" if field_name == "tools" else "chat_template_kwargs"
-                return MessageMismatch(
-                    f"{name} differ from those that this session began with: {limit}; "
-                    "send the same ones, or open a new session",
-                    param=name,
-                )
+        if field_name := first.turn.root.differs(root):
+            name = "tools" if field_name == "tools" else "chat_template_kwargs"
+            return MessageMismatch(
+                f"{name} differ from those that this session began with: {limit}; "
+                "send the same ones, or open a new session",
+                param=name,
+            )
         found = first_difference(self.tree.tip, request.messages, rules.matcher)
         assert found is not None  # otherwise nothing would be left behind
         return _mismatch(*found, f"{limit}; resend the history as it was answered, or open a new session")

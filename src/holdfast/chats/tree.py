@@ -91,7 +91,9 @@ class Tree:
         """The deepest node whose messages begin the request's; of several, that on the way to the tip or the latest."""
         current = {id(node) for node in self.tip.path()}
         best, edited, furthest = self.root, None, 0
-        frontier = [child for child in self.root.children if child.turn.root == root]
+        frontier = [
+            child for child in self.root.children if child.turn.root == root or not child.turn.root.differs(root)
+        ]
         while frontier:
             matched = []
             for node in frontier:

@@ -5,7 +5,9 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +16,7 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.messages import Message
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
+from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
 from holdfast.chats.tree import Node
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 16
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,11 @@ class ChatSetup:
     rules: HistoryRules
     admission: Admission
     weight_version: str = ""
+    grammars: GrammarQueue = field(init=False)
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarQueue(self.chat.grammars)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """A task that goes on though its caller is cancelled."""
@@ -109,8 +117,9 @@ class ChatTurn:
         setup, request = self.setup, self.request.request
         self.claim.check_not_closed()  # it may have been closed since it was claimed
         # A large request is rendered in a thread. The session is claimed, so nothing changes meanwhile.
+        fits = partial(check_fits, model=setup.runtime.model, may_truncate=request.may_truncate, at_least="at least ")
         self.prepared = prepared = await run_off_loop(
-            lambda: self.trajectory.prepare(request, setup.chat, setup.rules), request.num_bytes
+            lambda: self.trajectory.prepare(request, setup.chat, setup.rules, fits), request.num_bytes
         )
         below = prepared.parent.number if prepared.is_branch else None
         self.events.publish(TurnStarted(turn_id=self.id, writer=self.request.writer, branched_below=below))
@@ -209,12 +218,14 @@ def kept_request(request: Mapping[str, Any], parent: Node) -> bytes:
     return msgspec.json.encode(kept)
 
 
-def check_fits(num_new: int, model: ModelInfo, *, may_truncate: bool, field: str = "messages") -> None:
+def check_fits(
+    num_new: int, model: ModelInfo, *, may_truncate: bool, field: str = "messages", at_least: str = ""
+) -> None:
     """Raises where new tokens exceed the window, unless the caller has agreed that they are cut."""
     limit = model.sink + model.recent
     if num_new > limit and not may_truncate:
         raise ContextTooLong(
-            f"{field}: {num_new} new tokens exceed the window of {limit}; "
+            f"{field}: {at_least}{num_new} new tokens exceed the window of {limit}; "
             'send fewer, set "truncation": "auto", or serve with a larger --recent',
             param=field,
         )
@@ -222,5 +233,8 @@ def check_fits(num_new: int, model: ModelInfo, *, may_truncate: bool, field: str
 
 async def run_off_loop(work: Callable[[], T], num_bytes: int) -> T:
     """The result of `work` on a request of that size. Large work runs in a thread, so that the event loop stays
-    responsive; for small work a thread would cost more than it saves."""
-    return work() if num_bytes < _LARGE_BYTES else await asyncio.to_thread(work)
+    responsive; for small work a thread would cost more than it saves. The threads are few, as such work takes memory,
+    and have no other work, as it takes long."""
+    if num_bytes < _LARGE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

@@ -4,6 +4,7 @@
 messages as JSON, tokens and logprobs as little-endian arrays.
 """
 
+import json
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
@@ -30,10 +31,17 @@ _JSON = ("messages", "reply", "root", "facts")
 
 @dataclass(frozen=True, slots=True)
 class TemplateInputs:
-    """What shapes the first prompt and so belongs to a whole conversation: tools, and template variables that show."""
+    """What shapes the first prompt and so belongs to a whole conversation: tools, and template variables that show.
+
+    Both are JSON, in the order in which they were rendered.
+    """
 
     tools: str = "[]"
     variables: str = "{}"
+
+    def differs(self, other: "TemplateInputs") -> str | None:
+        """The first field whose value is another one; the order of members makes no difference."""
+        return next((name for name in ("tools", "variables") if _sorted(self, name) != _sorted(other, name)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,10 @@ class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idem
     is_delivered: bool = False
     idempotency_key: str = ""
     body_hash: bytes = b""
+
+
+def _sorted(inputs: TemplateInputs, name: str) -> str:
+    return json.dumps(json.loads(getattr(inputs, name)), sort_keys=True)
 
 
 def to_stored(turn: TurnRecord) -> dict[str, Stored]:

@@ -53,8 +53,10 @@ def _chat_routes(
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
-    openai = OpenAIRoutes(setup.chat, runtime.model, StatelessReplies(runtime, setup.admission))
-    sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None)
+    as_sglang = config.compat == "miles"
+    replies = StatelessReplies(runtime, setup.admission)
+    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, as_sglang=as_sglang)
+    sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, as_sglang=as_sglang)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -16,8 +16,11 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.grammar import Compilation
 from holdfast.chat.messages import read_messages
+from holdfast.chat.template import RESERVED
 from holdfast.chats.events import ChatRequest
+from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Constraint, SamplingParams
 from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, RelayedChat, Sampling, Tool
@@ -26,9 +29,9 @@ from holdfast.sessions.record import may_overflow
 
 T = TypeVar("T")
 
+_LARGE = 256 << 10  # bytes; larger bodies are decoded in a thread
 _SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is wrong
 _MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _MAX_PROMPTS = 64
 _MAX_VARIABLES = 64
 
@@ -38,12 +41,16 @@ async def chat_request(
     chat: ChatModel,
     model: ModelInfo,
     *,
-    fields: Mapping[str, Any] | None = None,
+    compiled: Callable[[Compilation], Awaitable[Constraint]],
+    fields: Mapping[str, Any],
     num_bytes: int = 0,
+    as_sglang: bool = False,
 ) -> ChatRequest:
-    """Everything that is asked of one chat turn; grammars are compiled off the event loop."""
-    tools = _tools(body.tools or [])
+    """Everything that is asked of one chat turn; `compiled` compiles its grammar."""
+    _check_names(body.tools or [])
+    tools = _tools(fields, as_sglang=as_sglang)
     callable_tools = _callable(body, tools)
+    compilation = await run_off_loop(lambda: _compilation(body, callable_tools, chat), num_bytes)
     return ChatRequest(
         messages=read_messages(body.messages),
         params=sampling_params(
@@ -51,7 +58,7 @@ async def chat_request(
             model,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             top_logprobs=_top_logprobs(body),
-            constraint=await _constraint(body, callable_tools, chat),
+            constraint=await compiled(compilation) if compilation else None,
             eos_token_ids=chat.continuation.stop_token_ids,
         ),
         tools=tools,
@@ -59,18 +66,21 @@ async def chat_request(
         variables=_variables(body.chat_template_kwargs or {}, chat),
         stop=stop_strings(body),
         may_truncate=body.truncation == "auto",
-        body=fields or {},
+        body=fields,
         num_bytes=num_bytes,
     )
 
 
-def relayed_request(body: RelayedChat, chat: ChatModel, *, fields: Mapping[str, Any], num_bytes: int) -> ChatRequest:
+def relayed_request(
+    body: RelayedChat, chat: ChatModel, *, fields: Mapping[str, Any], num_bytes: int, as_sglang: bool = False
+) -> ChatRequest:
     """What is asked of a turn that an upstream samples: how, is for it to read in `fields`."""
     return ChatRequest(
         messages=read_messages(body.messages),
         params=SamplingParams(seed=0),
-        tools=tuple(body.tools or ()),
+        tools=_tools(fields, as_sglang=as_sglang),
         variables=_variables(body.chat_template_kwargs or {}, chat),
+        may_truncate=True,  # the upstream knows its own window
         body=fields,
         num_bytes=num_bytes,
     )
@@ -112,6 +122,11 @@ def prompts(body: Completion, chat: ChatModel, model: ModelInfo) -> list[list[in
     many: Sequence[Any] = [raw] if isinstance(raw, str) or all(type(item) is int for item in raw) else raw
     if not raw or len(many) > _MAX_PROMPTS:
         raise InvalidArgument(f"prompt must contain 1 to {_MAX_PROMPTS} prompts, none of them empty", param="prompt")
+    texts = [text for text in many if isinstance(text, str)]
+    chat.tokenizer.check_size(sum(map(len, texts)), "prompt")
+    for text in texts:
+        fewest, may_truncate = chat.tokenizer.fewest_tokens(text), body.truncation == "auto"
+        check_fits(fewest, model, may_truncate=may_truncate, field="prompt", at_least="at least ")
     return [
         _prompt(item, f"prompt[{index}]" if many is raw else "prompt", chat, model) for index, item in enumerate(many)
     ]
@@ -174,23 +189,36 @@ def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
         where = "chat_template_kwargs"
         raise InvalidArgument(f"{where} may have at most {_MAX_VARIABLES} variables, got {len(given)}", param=where)
     for name in given:
-        if name in _RESERVED or not name.isidentifier():
+        if name in RESERVED or not name.isidentifier():
             where = f"chat_template_kwargs.{name}"
             raise InvalidArgument(f"{where} is not a variable that a request may set", param=where)
     return {**chat.variables, **given}
 
 
-def _tools(raw: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+def _check_names(raw: Sequence[Tool]) -> None:
     names = [tool.function.name for tool in raw]
     for index, name in enumerate(names):
         if name in names[:index]:
             where = f"tools[{index}].function.name"
             raise InvalidArgument(f"{where} repeats {name!r}", param=where)
-    return tuple(_without_nulls(msgspec.to_builtins(tool)) for tool in raw)
 
 
-def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool | {"function": {key: value for key, value in tool["function"].items() if value is not None}}
+def _tools(fields: Mapping[str, Any], *, as_sglang: bool) -> tuple[dict[str, Any], ...]:
+    """The tools as they are rendered: as the client wrote them, or as SGLang and so miles would write them."""
+    tools = fields.get("tools") or ()
+    return tuple(map(_sglang_tool, tools)) if as_sglang else tuple(tools)
+
+
+def _sglang_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """The order and the defaults of `Tool` and `Function` in SGLang's entrypoints/openai/protocol.py, dumped."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict):
+        return tool
+    order = {"description": None, "name": None, "parameters": None, "strict": False}
+    return {
+        "type": tool.get("type", "function"),
+        "function": {name: function.get(name, default) for name, default in order.items()},
+    }
 
 
 def _callable(body: ChatCompletion, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
@@ -212,9 +240,9 @@ def _callable(body: ChatCompletion, tools: tuple[dict[str, Any], ...]) -> tuple[
     return tools
 
 
-async def _constraint(
+def _compilation(
     body: ChatCompletion, callable_tools: tuple[dict[str, Any], ...], chat: ChatModel
-) -> Constraint | None:
+) -> Compilation | None:
     must_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
     kind = body.response_format.type if body.response_format else "text"
     if kind == "text" and not must_call:
@@ -223,14 +251,14 @@ async def _constraint(
         raise InvalidArgument("response_format cannot be combined with a forced tool call", param="response_format")
     if must_call:
         is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
-        return await asyncio.to_thread(chat.forced_call, callable_tools, is_one=is_one)
+        return chat.forced_call(callable_tools, is_one=is_one)
     if kind == "json_object":
-        return await asyncio.to_thread(chat.grammars.json_object)
+        return chat.grammars.json_object()
     assert body.response_format is not None
     if body.response_format.json_schema is None or body.response_format.json_schema.schema is None:
         where = "response_format.json_schema.schema"
         raise InvalidArgument(f"{where} is required", param=where)
-    return await asyncio.to_thread(chat.grammars.json_schema, body.response_format.json_schema.schema)
+    return chat.grammars.json_schema(body.response_format.json_schema.schema)
 
 
 # Bodies by type
@@ -249,6 +277,21 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
         raise _decode_error(body, kind, exc) from exc
     except RecursionError as exc:
         raise InvalidArgument("the request body is nested too deeply") from exc
+
+
+async def decode_chat(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """The body as `kind`, and its fields as they came. A large one is decoded in a thread."""
+
+    def decoded() -> tuple[T, dict[str, Any]]:
+        try:
+            fields = msgspec.json.decode(body)
+            return msgspec.convert(fields, kind), fields
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as exc:
+            raise _decode_error(body, kind, exc) from exc
+        except RecursionError as exc:
+            raise InvalidArgument("the request body is nested too deeply") from exc
+
+    return decoded() if len(body) < _LARGE else await asyncio.to_thread(decoded)
 
 
 def _decode_error(body: bytes, kind: Any, exc: Exception) -> InvalidArgument:

@@ -12,10 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from holdfast.chat.grammar import Compilation
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.events import TurnEvent, TurnResponse, TurnStarted
+from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import NumberedEvent
 from holdfast.errors import HoldfastError
+from holdfast.generation import Constraint
 from holdfast.serving.http.error_response import INTERNAL, body_of
 from holdfast.serving.http.render import ChatWriter, Writer
 from holdfast.serving.http.schema import Sampling
@@ -50,6 +53,12 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def compiled_for(request: Request, grammars: GrammarQueue) -> Callable[[Compilation], Coroutine[Any, Any, Constraint]]:
+    """Compiles a grammar for a request, for as long as its client waits."""
+    owner: str = request.scope["holdfast.owner"]
+    return lambda compilation: unless_disconnected(request.receive, grammars.compiled(owner, compilation))
 
 
 class EventStreamResponse(Response):

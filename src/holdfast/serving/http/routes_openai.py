@@ -8,35 +8,55 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
-from holdfast.chats.turn import run_off_loop
+from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import ModelNotFound
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, checked_ids, decode, prompts, sampling_params, stop_strings
+from holdfast.serving.http.parse import chat_request, checked_ids, decode_chat, prompts, sampling_params, stop_strings
 from holdfast.serving.http.render import ChatWriter, TextWriter
-from holdfast.serving.http.response import reply_response
+from holdfast.serving.http.response import compiled_for, reply_response
 from holdfast.serving.http.schema import ChatCompletion, Completion
 from holdfast.sessions.ports import ModelInfo
 
 
 class OpenAIRoutes:
-    def __init__(self, chat: ChatModel, model: ModelInfo, replies: StatelessReplies) -> None:
+    def __init__(
+        self,
+        chat: ChatModel,
+        model: ModelInfo,
+        replies: StatelessReplies,
+        grammars: GrammarQueue,
+        *,
+        as_sglang: bool = False,
+    ) -> None:
         self._chat = chat
+        self._as_sglang = as_sglang
+        self._grammars = grammars
         self._model = model
         self._replies = replies
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
         raw = await request.body()
-        body = decode(raw, ChatCompletion)
+        body, fields = await decode_chat(raw, ChatCompletion)
         chat, model = self._chat, self._model
-        chat_body = await chat_request(body, chat, model)
+        chat_body = await chat_request(
+            body,
+            chat,
+            model,
+            compiled=compiled_for(request, self._grammars),
+            fields=fields,
+            num_bytes=len(raw),
+            as_sglang=self._as_sglang,
+        )
         pinned = None
         if body.input_ids is not None:
             ids, is_reasoning = checked_ids(body.input_ids, "input_ids", model), False
         else:
             messages, given = chat_body.messages, (chat_body.tools, chat_body.variables)
-            prompt = await run_off_loop(partial(chat.continuation.first, messages, *given), len(raw))
+            fits = partial(check_fits, model=model, may_truncate=chat_body.may_truncate, at_least="at least ")
+            prompt = await run_off_loop(partial(chat.continuation.first, messages, *given, fits), len(raw))
             ids, is_reasoning = prompt.ids, prompt.is_reasoning
             pinned = await run_off_loop(partial(chat.continuation.pinned, messages, model.max_pin, *given), len(raw))
         params = chat_body.params
@@ -65,7 +85,7 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request) -> Response:
         raw = await request.body()
-        body = decode(raw, Completion)
+        body, _ = await decode_chat(raw, Completion)
         chat, model = self._chat, self._model
         stateless = StatelessRequest(
             prompts=await run_off_loop(partial(prompts, body, chat, model), len(raw)),

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -16,9 +15,9 @@ from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, decode, relayed_request
+from holdfast.serving.http.parse import chat_request, decode, decode_chat, relayed_request
 from holdfast.serving.http.render import ChatWriter
-from holdfast.serving.http.response import TurnResponder, unless_disconnected
+from holdfast.serving.http.response import TurnResponder, compiled_for, unless_disconnected
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.ports import ChatUpstream
@@ -26,9 +25,11 @@ from holdfast.sessions.view import SessionState, page_of, page_start
 
 
 class SessionRoutes:
-    """`upstream`: the server that generates, if it is not our engine. It knows more request fields than we do."""
+    """`upstream`: the server that generates, if it is not our engine. It knows more request fields than we do.
+    `as_sglang`: tools are rendered in SGLang's field order."""
 
-    def __init__(self, chats: ChatService, *, upstream: ChatUpstream | None = None) -> None:
+    def __init__(self, chats: ChatService, *, upstream: ChatUpstream | None = None, as_sglang: bool = False) -> None:
+        self._as_sglang = as_sglang
         self._chats = chats
         self._runtime = chats.setup.runtime
         self._upstream = upstream
@@ -100,20 +101,28 @@ class SessionRoutes:
 
     async def _turn_request(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, TurnRequest]:
         chat, model = self._chats.setup.chat, self._runtime.model
-        body = decode(raw, RelayedChat) if self._upstream else decode(raw, ChatCompletion)
+        kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
+        body, fields = await decode_chat(raw, kind)
         if body.n not in (None, 1):
             raise InvalidArgument("n must be 1 on a session; fork the session to get several replies", param="n")
         if body.input_ids is not None:
             raise InvalidArgument(
                 "input_ids: not allowed on a session, which keeps its own token ids", param="input_ids"
             )
-        fields: dict[str, Any] = msgspec.json.decode(raw)
         if isinstance(body, ChatCompletion):
-            chat_body = await chat_request(body, chat, model, fields=fields, num_bytes=len(raw))
+            chat_body = await chat_request(
+                body,
+                chat,
+                model,
+                compiled=compiled_for(request, self._chats.setup.grammars),
+                fields=fields,
+                num_bytes=len(raw),
+                as_sglang=self._as_sglang,
+            )
         else:
             assert self._upstream is not None
             self._upstream.check_fields(fields)
-            chat_body = relayed_request(body, chat, fields=fields, num_bytes=len(raw))
+            chat_body = relayed_request(body, chat, fields=fields, num_bytes=len(raw), as_sglang=self._as_sglang)
         writer = ChatWriter(
             model=model.name,
             tokenizer=chat.tokenizer,

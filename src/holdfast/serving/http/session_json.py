@@ -1,11 +1,15 @@
 """A session as JSON: its state, its messages, and every turn on record."""
 
 import asyncio
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
 from holdfast.errors import InvalidArgument
@@ -41,7 +45,8 @@ async def trajectory_json(
 ) -> dict[str, Any]:
     """The records of the current path or of all branches, and what a trainer needs to know about the trajectory.
 
-    Records repeat their prompts, so all of it may be large: it is assembled in a thread.
+    Records repeat their prompts, so all of it may be large: it is assembled in a thread, and encoded one by one, as
+    encoding holds the interpreter lock.
     """
     tip, nodes = trajectory.tree.tip, list(trajectory.tree.nodes)
     path = tip.path()
@@ -61,7 +66,8 @@ async def trajectory_json(
         return facts | {
             "messages": list(tip.spoken()),
             "records": [
-                _record_json(node, turn, with_payloads=with_payloads) for node, turn in zip(asked, turns, strict=True)
+                msgspec.Raw(msgspec.json.encode(_record_json(node, turn, with_payloads=with_payloads)))
+                for node, turn in zip(asked, turns, strict=True)
             ],
             "metadata": {
                 "accumulated_token_ids": tip.ids(),
@@ -122,22 +128,67 @@ def _mismatch(tip: Node, chat: ChatModel) -> dict[str, Any] | None:
     """Where the recorded tokens differ from what the template renders for the messages now; None where they do not.
 
     They often do: templates strip reasoning from the past, models write calls their own way. It is reported, not fixed.
+    Texts are compared, and only replies are tokenized again: what was given is on record as it was tokenized.
     """
     if tip.parent is None:
         return None
     root = tip.path()[0].turn.root
     tools, variables = msgspec.json.decode(root.tools), msgspec.json.decode(root.variables)
-    stored = tip.ids()
+    tokenizer, ids, messages = chat.tokenizer, tip.ids(), list(tip.spoken())
     try:
-        rendered = chat.continuation.first(list(tip.spoken()), tools, variables).ids
+        if not tokenizer.is_byte_level:  # the bytes of a token depend on its neighbours
+            return _tokens_differ(0, ids, chat.continuation.first(messages, tools, variables).ids, tokenizer)
+        rendered = chat.continuation.whole_text(messages, tools, variables).encode(errors="replace")
     except InvalidArgument as exc:
         return {"reason": str(exc)}
-    for position, (one, other) in enumerate(zip(stored, rendered, strict=False)):
-        if one != other:
-            around = slice(max(0, position - 8), position + 8)
-            decode = chat.tokenizer.decode
-            return {"position": position, "stored": decode(stored[around]), "rendered": decode(rendered[around])}
+    pieces = [tokenizer.token_bytes(token) for token in ids]
+    stored = b"".join(pieces)
+    same = _common_length(stored, rendered)
+    if same < min(len(stored), len(rendered)):
+        ends = list(itertools.accumulate(map(len, pieces)))
+        position = bisect.bisect_right(ends, same)
+        first, last = ends[position - 9] if position > 8 else 0, ends[min(len(ends), position + 8) - 1]
+        one, other = (part[first:last].decode(errors="replace") for part in (stored, rendered))
+        return {"position": position, "stored": one, "rendered": other}
+    for start, run in _sampled_runs(tip, tokenizer.is_control):
+        if found := _tokens_differ(start, run, tokenizer.encode_plain(tokenizer.decode(run)), tokenizer):
+            return found
     return None
+
+
+def _tokens_differ(start: int, stored: list[int], rendered: list[int], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    for index, (one, other) in enumerate(zip(stored, rendered, strict=False)):
+        if one != other:
+            around = slice(max(0, index - 8), index + 8)
+            texts = {"stored": tokenizer.decode(stored[around]), "rendered": tokenizer.decode(rendered[around])}
+            return {"position": start + index} | texts
+    return None
+
+
+def _sampled_runs(tip: Node, is_control: Callable[[int], bool]) -> Iterator[tuple[int, list[int]]]:
+    """Every run of tokens without a control token in which some were sampled, and where it starts."""
+    run, start, has_sampled = list[int](), 0, False
+    for node in tip.path():
+        for part, is_sampled in ((node.turn.given, False), (node.turn.sampled, True)):
+            for token in part:
+                if not is_control(token):
+                    run.append(token)
+                    has_sampled |= is_sampled
+                    continue
+                if has_sampled:
+                    yield start, run
+                run, start, has_sampled = [], start + len(run) + 1, False
+    if has_sampled:
+        yield start, run
+
+
+def _common_length(one: bytes, other: bytes) -> int:
+    """How many bytes two texts have in common at their start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def _without(value: Any, names: tuple[str, ...]) -> Any:
