@@ -24,6 +24,7 @@ _UPSTREAM = {field.name for field in dataclasses.fields(UpstreamConfig)}
 class Relay:
     http: httpx.AsyncClient
     address: str
+    grpc: str
     backend: UpstreamBackend
     stub: Any
     metrics: Metrics
@@ -46,4 +47,4 @@ async def relaying(
         httpx.AsyncClient(base_url=f"http://{at.http}", timeout=30) as http,
     ):
         stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
-        yield Relay(http, at.http or "", backend, stub, metrics)
+        yield Relay(http, at.http or "", at.grpc, backend, stub, metrics)

@@ -2,40 +2,24 @@
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
 import httpx
-import numpy as np
 import pytest
 import schemathesis
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from holdfast.engine.interface import Row
 from holdfast.serving.http.openapi import build
 from tests.effort import examples
-from tests.serving import Server, SlowEngine, default_chat, serving_aside, wordy_engine
+from tests.fuzz.server import BriefEngine
+from tests.serving import Server, default_chat, serving_aside
 from tests.talking import error_of
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-
-
-class BriefEngine(SlowEngine):
-    """A fake that likes to come to an end."""
-
-    def __init__(self) -> None:
-        wordy = wordy_engine()
-        super().__init__(num_slabs=8, shape=wordy.shape, forward_s=0, vocab_size=wordy.info.vocab_size)
-        self._ends = sorted(default_chat().model.continuation.stop_token_ids)
-
-    def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        logits = super().forward(rows)
-        logits[:, self._ends] += 14
-        return logits
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ class UpstreamBackend(UpstreamSequences):
             checked = None
             if answer.status == 200:
                 checked = await self.decode_queue.decode(lambda: self._check(answer.body, asked), len(answer.body))
-            elif answer.status < 300:
+            elif answer.status < 400:  # not a success that could be recorded, and redirects are not followed
                 raise refusal(answer.status, answer.body)
         except HoldfastError as exc:
             outcome = exc.code
