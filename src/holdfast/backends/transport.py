@@ -57,7 +57,6 @@ _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")  # what HTTP can carry
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._~!$&'()*+,;=:@-]+(?:/[A-Za-z0-9._~!$&'()*+,;=:@-]+)*")
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -304,7 +303,7 @@ def _translated(base: URL) -> Iterator[None]:
     except UpstreamError:
         raise
     except (aiohttp.ClientError, OSError) as exc:  # TimeoutError is an OSError
-        logger.warning("request to the upstream %s failed: %s: %s", base, type(exc).__name__, exc)
+        logger.warning("request to the upstream %s failed: %s: %s", base.origin(), type(exc).__name__, exc)
         raise _translation(exc) from exc
 
 
@@ -319,7 +318,10 @@ def _translation(exc: Exception) -> UpstreamError:
         case aiohttp.ClientConnectorError():
             return UpstreamUnreachable("cannot connect to the upstream")
         case aiohttp.ClientConnectionError() | OSError():
-            return UpstreamUnreachable("the upstream closed the connection before it replied")
+            return UpstreamUnreachable(
+                "the upstream closed the connection before it replied; the request is not sent again, "
+                "because the upstream may have read it"
+            )
     return UpstreamInvalid("the HTTP request to the upstream failed")
 
 
