@@ -5,12 +5,14 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.engine.interface import Row
+from holdfast.serving.http import parse
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
 from tests.talking import (
     chat_path,
@@ -829,3 +832,21 @@ async def test_a_text_that_is_too_long_is_refused_by_its_size_before_it_is_token
 async def test_a_small_answer_does_not_wait_for_an_acknowledgement(client: httpx.AsyncClient) -> None:
     delays = [(await client.get("/health")).elapsed.total_seconds() for _ in range(10)]
     assert min(delays[2:]) < 0.03  # without TCP_NODELAY all but a connection's first take 0.04 or more
+
+
+@pytest.mark.parametrize(("num_bytes", "is_aside"), [(1000, False), (400_000, True)], ids=["small", "large"])
+async def test_a_large_body_is_decoded_once_and_off_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_aside: bool
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def watched(work: Any) -> Any:
+        return lambda *given, **options: (threads.append(threading.current_thread()), work(*given, **options))[1]
+
+    monkeypatch.setattr(parse.msgspec, "convert", watched(msgspec.convert))
+    monkeypatch.setattr(parse, "read_messages", watched(parse.read_messages))
+    session = await open_session(client)
+    for path in (CHAT, chat_path(session)):
+        threads.clear()
+        await client.post(path, json=said("x" * num_bytes))
+        assert [thread is not threading.current_thread() for thread in threads] == [is_aside, is_aside]
