@@ -5,12 +5,14 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -20,6 +22,7 @@ from holdfast import __version__
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.engine.interface import Row
 from holdfast.errors import ConfigError
+from holdfast.serving.http import parse
 from holdfast.serving.http.descriptions import DESCRIPTIONS
 from holdfast.serving.http.openapi import build
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
@@ -1074,3 +1077,21 @@ async def test_a_body_that_keeps_arriving_may_take_longer_than_a_stall() -> None
             yield b"{}"
 
         assert (await client.post("/sessions", content=chunks())).status_code == 200
+
+
+@pytest.mark.parametrize(("num_bytes", "is_aside"), [(1000, False), (400_000, True)], ids=["small", "large"])
+async def test_a_large_body_is_decoded_once_and_off_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_aside: bool
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def watched(work: Any) -> Any:
+        return lambda *given, **options: (threads.append(threading.current_thread()), work(*given, **options))[1]
+
+    monkeypatch.setattr(parse.msgspec, "convert", watched(msgspec.convert))
+    monkeypatch.setattr(parse, "read_messages", watched(parse.read_messages))
+    session = await open_session(client)
+    for path in (CHAT, chat_path(session)):
+        threads.clear()
+        await client.post(path, json=said("x" * num_bytes))
+        assert [thread is not threading.current_thread() for thread in threads] == [is_aside, is_aside]

@@ -118,7 +118,7 @@ class Renderer:
         given = dict(variables or {}) | ({"tools": list(tools)} if tools else {})
         try:
             if is_limited:
-                self.tokenizer.check_size(sum(map(len, _strings([*messages, given]))), "messages")
+                self.tokenizer.check_size(_size([*messages, given]), "messages")
             shown = [self._guarded(for_template(message)) for message in messages]
             given = self._guarded(given)
         except RecursionError as exc:
@@ -169,6 +169,15 @@ class Renderer:
         if isinstance(value, Mapping):
             return {self._guarded(key): self._guarded(item) for key, item in value.items()}
         return [self._guarded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _size(value: Any) -> int:
+    """About how many bytes a value takes in a prompt: not more than the text that it makes, quickly found."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value)) + sum(map(_size, value.values()))
+    return sum(map(_size, value)) + len(value) if isinstance(value, list) else 1
 
 
 def _strings(value: Any) -> list[str]:

@@ -52,7 +52,7 @@ async def chat_request(
     callable_tools = _callable(body, tools)
     compilation = await run_off_loop(lambda: _compilation(body, callable_tools, chat), num_bytes)
     return ChatRequest(
-        messages=read_messages(body.messages),
+        messages=await run_off_loop(lambda: read_messages(body.messages), num_bytes),
         params=sampling_params(
             body,
             model,

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -13,6 +14,7 @@ from holdfast.backends.transport import Routes, Transport, forward, match_route
 from holdfast.chats.events import TurnRequest
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
+from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, decode, decode_chat, relayed_request
@@ -122,14 +124,17 @@ class SessionRoutes:
         else:
             assert self._upstream is not None
             self._upstream.check_fields(fields)
-            chat_body = relayed_request(body, chat, fields=fields, num_bytes=len(raw), as_sglang=self._as_sglang)
+            relayed = partial(relayed_request, body, chat, fields=fields, num_bytes=len(raw))
+            chat_body = await run_off_loop(partial(relayed, as_sglang=self._as_sglang), len(raw))
         writer = ChatWriter(
             model=model.name,
             tokenizer=chat.tokenizer,
             with_logprobs=isinstance(body, ChatCompletion) and bool(body.logprobs),
             with_meta_info=isinstance(body, ChatCompletion) and bool(body.return_meta_info),
         )
-        return body, TurnRequest(request=chat_body, writer=writer, key=_key(request, raw))
+        return body, TurnRequest(
+            request=chat_body, writer=writer, key=await run_off_loop(partial(_key, request, raw), len(raw))
+        )
 
 
 def _key(request: Request, raw: bytes) -> IdempotencyKey:

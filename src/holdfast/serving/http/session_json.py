@@ -18,6 +18,7 @@ from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.view import SessionView
 
 HEAVY = ("routed_experts", "indexer_topk")
+_MAX_AGAIN = 4096  # tokens before a difference and bytes after it that are tokenized again to show it
 
 
 def session_json(view: SessionView) -> dict[str, Any]:
@@ -147,21 +148,24 @@ def _mismatch(tip: Node, chat: ChatModel) -> dict[str, Any] | None:
     if same < min(len(stored), len(rendered)):
         ends = list(itertools.accumulate(map(len, pieces)))
         position = bisect.bisect_right(ends, same)
-        first, last = ends[position - 9] if position > 8 else 0, ends[min(len(ends), position + 8) - 1]
-        one, other = (part[first:last].decode(errors="replace") for part in (stored, rendered))
-        return {"position": position, "stored": one, "rendered": other}
+        # Tokens of both texts are compared from the last control token before the difference on, where both are split.
+        start = next((at + 1 for at in range(position - 1, -1, -1) if tokenizer.is_control(ids[at])), 0)
+        start = max(start, position - _MAX_AGAIN)
+        text = rendered[ends[start - 1] if start else 0 : same + _MAX_AGAIN].decode(errors="ignore")
+        return _tokens_differ(start, ids, ids[:start] + tokenizer.encode(text), tokenizer)
     for start, run in _sampled_runs(tip, tokenizer.is_control):
-        if found := _tokens_differ(start, run, tokenizer.encode_plain(tokenizer.decode(run)), tokenizer):
-            return found
+        if (again := tokenizer.encode_plain(tokenizer.decode(run))) != run:
+            return _tokens_differ(start, ids, ids[:start] + again + ids[start + len(run) :], tokenizer)
     return None
 
 
 def _tokens_differ(start: int, stored: list[int], rendered: list[int], tokenizer: Tokenizer) -> dict[str, Any] | None:
-    for index, (one, other) in enumerate(zip(stored, rendered, strict=False)):
-        if one != other:
+    """The first difference at or after `start`."""
+    for index in range(start, min(len(stored), len(rendered))):
+        if stored[index] != rendered[index]:
             around = slice(max(0, index - 8), index + 8)
-            texts = {"stored": tokenizer.decode(stored[around]), "rendered": tokenizer.decode(rendered[around])}
-            return {"position": start + index} | texts
+            one, other = tokenizer.decode(stored[around]), tokenizer.decode(rendered[around])
+            return {"position": index, "stored": one, "rendered": other}
     return None
 
 
