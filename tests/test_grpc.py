@@ -488,7 +488,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 async def test_tls_on_both_doors(keys_file: str, certificate: tuple[Path, Path]) -> None:
     chain, key = certificate
     files = {"tls_cert": str(chain), "tls_key": str(key), "keys_file": keys_file}
-    async with serving(SlowEngine(), **files) as server:
+    async with serving(SlowEngine(), connection_timeout_s=0.5, **files) as server:
         credentials = grpc.ssl_channel_credentials(chain.read_bytes())
         async with grpc.aio.secure_channel(server.address, credentials) as channel:
             stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -499,6 +499,9 @@ async def test_tls_on_both_doors(keys_file: str, certificate: tuple[Path, Path])
             assert info.vocabulary_size == VOCABULARY
         with pytest.raises(grpc.aio.AioRpcError):  # plain text is not understood
             await server.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+        idle, writer = await asyncio.open_connection(*server.http.rsplit(":", 1))  # without a handshake
+        assert await asyncio.wait_for(idle.read(), 20) == b""
+        writer.close()
         trusted = ssl.create_default_context(cafile=str(chain))
         async with httpx.AsyncClient(base_url=f"https://{server.http}", verify=trusted) as client:
             assert (await client.get("/healthz")).status_code == 200
@@ -730,6 +733,18 @@ async def test_lists_and_labels_without_measure_are_refused_by_name(server: Serv
     async with refused(grpc.StatusCode.INVALID_ARGUMENT, "invalid_argument", param="stop_token_ids"):
         options = pb.SamplingOptions(stop_token_ids=[1] * 4097)
         await server.stub.Generate(pb.GenerateRequest(session_id=session, max_tokens=1, sampling=options)).read()
+
+
+async def test_a_message_beyond_the_limit_of_its_method_is_refused_before_it_is_decoded(server: Server) -> None:
+    text = "x" * (1 << 20)
+    for call in (
+        server.stub.GetSessionInfo(pb.GetSessionInfoRequest(session_id=text)),
+        server.stub.ListSessions(pb.ListSessionsRequest(page_token=text)),
+        server.stub.CreateSession(pb.CreateSessionRequest(client_label=text * 16)),
+    ):
+        async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "payload_too_large"):
+            await call
+    assert await create(server, [1])
 
 
 async def test_an_error_never_repeats_more_of_a_request_than_fits_into_trailers(server: Server) -> None:

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from holdfast.errors import Draining, HoldfastError, InvalidArgument
+from holdfast.errors import Draining, HoldfastError, InvalidArgument, PayloadTooLarge
 from holdfast.metrics import Metrics
 from holdfast.serving.keys import LOCAL_OWNER, Keys
 from holdfast.serving.running_calls import RunningCalls
@@ -37,7 +37,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None or not details.method.startswith(self._prefix):
             return handler
         method = details.method.removeprefix(self._prefix)
-        decode = _decoder(handler.request_deserializer)
+        decode = _decoder(handler.request_deserializer, _MAX_MB.get(method, 1))
         encode = handler.response_serializer
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary, decode), None, encode)
@@ -126,8 +126,15 @@ class _Watch:
         self._metrics.grpc_requests.labels(self._method, code).inc()
 
 
-def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+# Messages of methods that take tokens, or parts of a file, in MB; those of others have 1. Decoding blocks the loop, and
+# a message of many small fields takes long.
+_MAX_MB = {"CreateSession": 16, "AppendTokens": 16, "Turn": 16, "Generate": 16, "ImportSession": 64}
+
+
+def _decoder(deserialize: Callable[[bytes], Any], max_mb: int) -> Callable[[bytes], Any]:
     def decode(data: bytes) -> Any:
+        if len(data) > max_mb << 20:
+            raise PayloadTooLarge(f"the request message is larger than {max_mb} MB")
         try:
             return deserialize(data)
         except DecodeError as exc:
