@@ -1,5 +1,6 @@
 """Benches: the arithmetic, gates that can fail, reports, comparisons, and one short run of the real thing."""
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from holdfast.bench import overhead, responsiveness
 from holdfast.bench import runner as drawing
@@ -36,6 +38,7 @@ from holdfast.bench.runner import Chart, Output, Scenario, command_of, page, plo
 from holdfast.bench.upstreams import Script, first_message, response
 from holdfast.cli import main
 from holdfast.errors import ConfigError, InvalidArgument
+from holdfast.extras import how_to_install
 from holdfast.sessions import record as json_members
 from tests.serving import default_chat
 
@@ -199,6 +202,13 @@ def test_plots_are_drawn_where_matplotlib_is_installed(monkeypatch: pytest.Monke
     assert image is not None
     assert image.startswith(b"\x89PNG")
     assert plot(report, CHARTS[3:]) is None
+
+
+def test_the_hint_for_plots_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    shown = io.StringIO()
+    drawing._save(_measured(10.0, 100.0), CHARTS, tmp_path / "report.json", Output(), Console(file=shown))
+    assert how_to_install("bench") in shown.getvalue()  # rich would take [bench] for a colour
 
 
 # Comparisons
