@@ -1,7 +1,8 @@
 """A turn on an upstream server: our token ids are its prompt, and its bytes are the response."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 from holdfast.chat.messages import Message, read_messages
 from holdfast.chats.events import TurnResponse
@@ -23,9 +24,12 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
         body = dict(request.body)
         if request.variables:
             body["chat_template_kwargs"] = dict(request.variables)
+        ids = prepared.parent.ids() + prepared.prompt.ids
+        if limit := setup.runtime.max_reply_tokens:
+            body |= _bounded(body, limit, room=setup.runtime.model.context - len(ids))
         reply = await upstream.complete(
             body,
-            prepared.parent.ids() + prepared.prompt.ids,
+            ids,
             session_id=turn.trajectory.session_id,
             routed_from=max(0, prepared.parent.end - 1),
         )
@@ -57,6 +61,14 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
         )
 
     return relay_reply
+
+
+def _bounded(body: Mapping[str, Any], limit: int, *, room: int) -> dict[str, int]:
+    """What bounds the reply to `limit` tokens. Nothing where none is asked for and the context ends before."""
+    asked = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if isinstance(body.get(name), int)}
+    if not asked and limit < room:
+        return {"max_tokens": limit}
+    return {name: min(num, limit) for name, num in asked.items()}
 
 
 def _message(completion: UpstreamCompletion) -> Message:

@@ -17,6 +17,7 @@ from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import Guard
 from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.keys import Keys
+from holdfast.sessions.admission import Admission
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
 
@@ -46,14 +47,17 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, keys: Keys | None = None) -> GrpcServer:
+def create_server(
+    runtime: Runtime, transfers: Transfers, admission: Admission, config: ServeConfig, keys: Keys | None = None
+) -> GrpcServer:
     """Binds at once; a port that is taken is a ConfigError."""
     options = [
         ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
         ("grpc.so_reuseport", 0),  # two servers on one port would share calls at random
     ]
-    server = grpc.aio.server(interceptors=[Guard(SERVICE, keys or Keys(), runtime.metrics)], options=options)
-    service = RuntimeService(runtime, transfers, max_session_mb=config.max_session_mb)
+    guard = Guard(SERVICE, keys or Keys(), runtime.metrics, stall_s=config.stream_stall_s)
+    server = grpc.aio.server(interceptors=[guard], options=options)
+    service = RuntimeService(runtime, transfers, admission, max_session_mb=config.max_session_mb)
     rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -52,7 +52,8 @@ def _chat_routes(
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
-    openai = OpenAIRoutes(setup.chat, runtime.model, StatelessReplies(runtime, setup.admission))
+    replies = StatelessReplies(runtime, setup.admission)
+    openai = OpenAIRoutes(setup.chat, runtime.model, replies, stall_s=config.stream_stall_s)
     sessions = SessionRoutes(chats, is_relayed=upstream is not None)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)

@@ -20,10 +20,11 @@ from holdfast.sessions.ports import ModelInfo
 
 
 class OpenAIRoutes:
-    def __init__(self, chat: ChatModel, model: ModelInfo, replies: StatelessReplies) -> None:
+    def __init__(self, chat: ChatModel, model: ModelInfo, replies: StatelessReplies, *, stall_s: float = 0.0) -> None:
         self._chat = chat
         self._model = model
         self._replies = replies
+        self._stall_s = stall_s
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
@@ -61,7 +62,8 @@ class OpenAIRoutes:
             with_logprobs=bool(body.logprobs),
             with_meta_info=bool(body.return_meta_info),
         )
-        return await reply_response(request, body, self._replies.replies(owner_of(request), stateless), writer)
+        events = self._replies.replies(owner_of(request), stateless)
+        return await reply_response(request, body, events, writer, stall_s=self._stall_s)
 
     async def completions(self, request: Request) -> Response:
         raw = await request.body()
@@ -82,7 +84,8 @@ class OpenAIRoutes:
             field="prompt",
         )
         writer = TextWriter(model=model.name, tokenizer=chat.tokenizer, with_logprobs=body.logprobs is not None)
-        return await reply_response(request, body, self._replies.replies(owner_of(request), stateless), writer)
+        events = self._replies.replies(owner_of(request), stateless)
+        return await reply_response(request, body, events, writer, stall_s=self._stall_s)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry()]})
