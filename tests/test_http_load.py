@@ -378,7 +378,7 @@ class Entrance:
         """As the entrance does, and count whom the next one of each other owner had to let pass: each owner once."""
         places = self.admission._places
         for other, waiting in places._waiting.items():
-            if other != owner and self.owner_places == self.places:  # else one may wait for one's own owner
+            if num > 0 and other != owner and self.owner_places == self.places:  # else one may wait for one's own owner
                 self.passed[waiting[0][1], owner] += 1
                 assert self.passed[waiting[0][1], owner] == 1
         FairSemaphore._take(places, num, owner)

@@ -219,6 +219,21 @@ async def _append(server: Server, session: str) -> None:
 # Turns in the queue
 
 
+async def test_a_pause_holds_generations_and_appends_over_grpc_too() -> None:
+    async with (
+        serving(wordy_engine(forward_s=0), default_chat(), pause_max_wait_s=0.1) as server,
+        client_of(server) as client,
+    ):
+        session = await create(server, [1])
+        await client.post("/control/pause")
+        for call in (generate(server, session).read(), _append(server, session)):
+            async with refused(grpc.StatusCode.UNAVAILABLE, "paused"):
+                await call
+        await client.post("/control/resume")
+        await _append(server, session)
+        assert len(await events_of(generate(server, session))) == 6
+
+
 async def test_an_owner_with_many_queued_requests_delays_another_by_one_place(keys_file: str) -> None:
     async with (
         serving(wordy_engine(forward_s=0), default_chat(), keys_file=keys_file, max_concurrent=1) as server,

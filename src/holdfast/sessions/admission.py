@@ -22,8 +22,9 @@ class FairSemaphore:
     def __init__(self, size: int, *, owner_size: int = 0) -> None:
         self.size = size
         self.owner_size = min(size, owner_size) if owner_size else size
+        self._limits_owners = self.owner_size < size
         self.num_taken = 0
-        self._taken: Counter[str] = Counter()  # by owner
+        self._taken: Counter[str] = Counter()  # by owner, where owners have a limit
         self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # by owner, in the order of their turns
 
     @property
@@ -32,7 +33,7 @@ class FairSemaphore:
 
     def is_at_limit(self, num: int, owner: str) -> bool:
         """Whether it is the owner's own limit that leaves no room for `num`."""
-        return self.owner_size < self.size and self._taken[owner] + num > self.owner_size
+        return self._limits_owners and self._taken[owner] + num > self.owner_size
 
     def try_acquire(self, num: int, owner: str = "") -> bool:
         """Take `num` places if they are free and nobody has to go first."""
@@ -59,11 +60,9 @@ class FairSemaphore:
             raise
 
     def release(self, num: int, owner: str = "") -> None:
-        self.num_taken -= num
-        self._taken[owner] -= num
-        if not self._taken[owner]:
-            del self._taken[owner]
-        self._admit()
+        self._take(-num, owner)
+        if self._waiting:
+            self._admit()
 
     def displace(self, owner: str, error: Exception) -> bool:
         """Make room in the queue for one more request of `owner`: the last one of the owner with the longest queue gets
@@ -78,7 +77,10 @@ class FairSemaphore:
 
     def _take(self, num: int, owner: str) -> None:
         self.num_taken += num
-        self._taken[owner] += num
+        if self._limits_owners:
+            self._taken[owner] += num
+            if not self._taken[owner]:
+                del self._taken[owner]
 
     def _next_owner(self) -> str | None:
         """Whose turn it is: the first owner whose first request is within the owner's limit."""
@@ -153,7 +155,7 @@ class Admission:
     async def admitted(self, num: int = 1, *, owner: str = "") -> AsyncIterator[None]:
         """Places for `num` generations, all at once. A caller that leaves while it waits leaves the queue."""
         if num > (limit := self._places.owner_size):
-            by = " (--owner-max-running)" if limit < self._places.size else ""
+            by = " (--owner-max-running)" if limit == self._quotas.max_running else ""
             raise InvalidArgument(
                 f"n times the number of prompts must be at most {limit} here{by}, got {num}", param="n"
             )
