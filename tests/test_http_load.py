@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from holdfast.chat.grammar import Compilation, Grammars, Trial
 from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.errors import CapacityExhausted, QueueTimeout
 from holdfast.metrics import Metrics
-from holdfast.sessions.admission import Admission
+from holdfast.sessions.admission import Admission, FairSemaphore
+from holdfast.sessions.quotas import OwnerQuotas
 from tests.effort import examples
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
 from tests.talking import (
@@ -331,12 +333,13 @@ class Visitor:
 
     number: int
     num: int
+    owner: str = ""
     is_in: bool = False
     going: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
 
     async def visit(self, admission: Admission) -> None:
-        async with admission.admitted(self.num):
+        async with admission.admitted(self.num, owner=self.owner):
             self.is_in = True
             try:
                 await self.going.wait()
@@ -347,10 +350,15 @@ class Visitor:
 class Entrance:
     """An entrance and its visitors, who come, go and give up as `source` has it."""
 
-    def __init__(self, source: random.Random) -> None:
+    def __init__(self, source: random.Random, *, owners: str = "a", owner_places: int = 0) -> None:
         self.source = source
+        self.owners = owners
         self.places = source.randint(1, 4)
-        self.admission = Admission(self.places, max_queue=100, max_wait_s=0, metrics=Metrics())
+        self.owner_places = min(owner_places or self.places, self.places)
+        quotas = OwnerQuotas(max_running=owner_places)
+        self.admission = Admission(self.places, max_queue=100, max_wait_s=0, quotas=quotas, metrics=Metrics())
+        self.admission._places._take = self.take  # type: ignore[method-assign]
+        self.passed: Counter[tuple[object, str]] = Counter()
         self.visitors: list[Visitor] = []
         self.num_came = 0
 
@@ -364,10 +372,20 @@ class Entrance:
                 await asyncio.sleep(0)
 
     def come(self) -> None:
-        visitor = Visitor(self.num_came, self.source.randint(1, self.places))
+        num, owner = self.source.randint(1, self.owner_places), self.source.choice(self.owners)
+        visitor = Visitor(self.num_came, num, owner)
         self.num_came += 1
         visitor.task = asyncio.create_task(visitor.visit(self.admission))
         self.visitors.append(visitor)
+
+    def take(self, num: int, owner: str) -> None:
+        """As the entrance does, and count whom the next one of each other owner had to let pass: each owner once."""
+        places = self.admission._places
+        for other, waiting in places._waiting.items():
+            if num > 0 and other != owner and self.owner_places == self.places:  # else one may wait for one's own owner
+                self.passed[waiting[0][1], owner] += 1
+                assert self.passed[waiting[0][1], owner] == 1
+        FairSemaphore._take(places, num, owner)
 
     def go(self) -> None:
         if self.visitors:
@@ -384,10 +402,19 @@ class Entrance:
             assert sum(visitor.num for visitor in self.visitors if visitor.is_in) <= self.places
         self.visitors = [visitor for visitor in self.visitors if visitor.task and not visitor.task.done()]
         inside = [visitor for visitor in self.visitors if visitor.is_in]
-        waiting = [visitor for visitor in self.visitors if not visitor.is_in]
-        if waiting:
-            assert all(visitor.number < waiting[0].number for visitor in inside)
-            assert sum(visitor.num for visitor in inside) + waiting[0].num > self.places
+        free = self.places - sum(visitor.num for visitor in inside)
+        is_any_due, is_any_kept = False, False
+        for owner in self.owners:
+            own = [visitor for visitor in inside if visitor.owner == owner]
+            taken = sum(visitor.num for visitor in own)
+            assert taken <= self.owner_places
+            waiting = [visitor for visitor in self.visitors if visitor.owner == owner and not visitor.is_in]
+            if not waiting:
+                continue
+            assert all(visitor.number < waiting[0].number for visitor in own)
+            if self.owner_places == self.places or taken + waiting[0].num <= self.owner_places:
+                is_any_due, is_any_kept = True, is_any_kept or waiting[0].num > free
+        assert is_any_kept or not is_any_due  # no place is empty that the next one could have
 
     async def close(self) -> None:
         """Nobody starves: once all go who are in, everyone gets in. Then all places are free."""
@@ -395,16 +422,70 @@ class Entrance:
             visitor.going.set()
         await self.settle()
         assert not self.visitors
-        async with asyncio.timeout(30), self.admission.admitted(self.places):
+        async with asyncio.timeout(30), self.admission.admitted(self.owner_places):
             pass
+        assert self.admission._places.num_taken == 0
 
 
-async def test_whoever_comes_goes_or_gives_up_in_whatever_order_the_entrance_is_fair() -> None:
-    for seed in range(examples(300)):
-        entrance = Entrance(random.Random(seed))
+@pytest.mark.parametrize(("owners", "owner_places"), [("a", 0), ("abc", 0), ("abc", 1)])
+async def test_whoever_comes_goes_or_gives_up_in_whatever_order_the_entrance_is_fair(
+    owners: str, owner_places: int
+) -> None:
+    for seed in range(examples(100)):
+        entrance = Entrance(random.Random(seed), owners=owners, owner_places=owner_places)
         for _ in range(40):
             await entrance.step()
         await entrance.close()
+
+
+async def test_a_thousand_requests_of_one_owner_are_one_place_ahead_of_another_owners_first() -> None:
+    admission = Admission(1, max_queue=2000, max_wait_s=0, metrics=Metrics())
+    order: list[str] = []
+
+    async def visit(owner: str) -> None:
+        async with admission.admitted(owner=owner):
+            order.append(owner)
+
+    async with asyncio.TaskGroup() as group, admission.admitted(owner="a"):
+        for owner in ("a" * 1000) + "bb":
+            group.create_task(visit(owner))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert "".join(order[:6]) == "ababaa"
+    assert len(order) == 1002
+
+
+async def test_a_request_for_all_places_gets_them_though_small_ones_keep_coming() -> None:
+    admission = Admission(3, max_queue=100, max_wait_s=0, metrics=Metrics())
+    order: list[str] = []
+
+    async def visit(owner: str, num: int) -> None:
+        async with admission.admitted(num, owner=owner):
+            order.append(owner)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(60):
+            group.create_task(visit("small", 1))
+            if number == 10:
+                group.create_task(visit("large", 3))
+            await asyncio.sleep(0)
+    assert order.index("large") < 20
+
+
+async def test_the_one_whom_another_owner_replaces_in_a_full_queue_is_told_and_loses_no_place() -> None:
+    admission = Admission(1, max_queue=3, max_wait_s=0, metrics=Metrics())
+    async with admission.admitted(owner="a"):
+        first = [asyncio.create_task(_entered(admission, "a")) for _ in range(3)]
+        await asyncio.sleep(0)
+        second = asyncio.create_task(_entered(admission, "b"))
+        await asyncio.sleep(0)
+        first[1].cancel()  # in the same moment
+        with pytest.raises(CapacityExhausted):
+            await first[2]
+    await asyncio.gather(first[0], second)
+    async with asyncio.timeout(30), admission.admitted():
+        pass
 
 
 async def test_a_timeout_in_the_moment_of_admission_loses_no_place() -> None:
@@ -452,8 +533,8 @@ async def test_a_full_queue_and_no_queue_refuse_without_waiting() -> None:
                 task.cancel()
 
 
-async def _entered(admission: Admission) -> None:
-    async with admission.admitted():
+async def _entered(admission: Admission, owner: str = "") -> None:
+    async with admission.admitted(owner=owner):
         pass
 
 

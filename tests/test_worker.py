@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from holdfast.engine import stream as stream_module
 from holdfast.engine.interface import Row
 from holdfast.engine.scheduler import Scheduler
 from holdfast.engine.slab import Slab, SlabShape
@@ -219,6 +220,46 @@ async def test_more_runs_than_the_batch_holds_all_move_on() -> None:
     assert [len(tokens) for tokens in results] == [9] * 4
     assert max(len(rows) for rows in engine_of(worker).forwards) == 2
     worker.stop()
+
+
+async def test_a_run_whose_events_are_not_read_waits_and_goes_on_with_the_same_tokens(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "MAX_UNREAD", 10)
+    sequences = [await worker.open() for _ in range(3)]
+    for sequence in sequences:
+        await worker.append(sequence, [1, 2, 3])
+    expected = await generate(worker, sequences[0], 60)
+    async with worker.generate(sequences[1], greedy(60)) as unread:
+        await asyncio.wait_for(generate(worker, sequences[2], 200), 60)  # a neighbour is not held up
+        assert worker.info(sequences[1]).history_length == 3 + 10
+        await asyncio.sleep(0)
+        events = [event async for batch in unread for event in batch]
+    assert [event.token for event in events if isinstance(event, Sampled)] == expected
+    assert isinstance(events[-1], Done)
+
+
+async def test_a_run_that_waits_for_its_reader_is_cancelled_and_closed_like_any_other(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "MAX_UNREAD", 4)
+    left, closed = [await worker.open() for _ in range(2)]
+    for sequence in (left, closed):
+        await worker.append(sequence, [1, 2, 3])
+
+    async def is_held(sequence: int) -> None:
+        while worker.info(sequence).history_length < 3 + 4:
+            await asyncio.sleep(0.001)
+
+    async with worker.generate(left, greedy(1000)):
+        await is_held(left)
+    assert worker.info(left).history_length == 3 + 4
+    async with worker.generate(closed, greedy(1000)) as stream:
+        await is_held(closed)
+        await worker.close(closed)
+        events = [event async for batch in stream for event in batch]
+    assert isinstance(events[-1], Done)
+    assert events[-1].stop_reason is StopReason.CANCELLED
 
 
 async def test_leaving_a_stream_cancels_at_the_next_step(worker: Worker) -> None:

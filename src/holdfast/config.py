@@ -19,6 +19,7 @@ from holdfast.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ENVIRONMENT_PREFIX = "HOLDFAST_"
+EMBEDDED_REPLY_TOKENS = 32_768  # the longest reply of the embedded engine, where no setting says otherwise
 
 C = TypeVar("C")
 
@@ -65,11 +66,25 @@ class ServeConfig:
     retain_days: int = option(30, "days that closed sessions stay on record; 0: forever")
     drain_s: float = option(10.0, "seconds that running generations may continue after Ctrl-C")
     max_concurrent: int = option(
-        0, "generations that the HTTP endpoint runs at once; 0: as many as sessions can be live"
+        0, "generations that both endpoints together run at once; 0: as many as sessions can be live"
     )
     admission: str = option("queue", "what happens to requests beyond --max-concurrent", choices=("reject", "queue"))
     queue_max_wait_s: float = option(30.0, "longest wait in the queue, in seconds; 0: no limit")
     queue_max: int = option(1024, "longest queue; further requests are rejected", least=1)
+    max_reply_tokens: int = option(
+        0,
+        "most tokens in one reply; a larger max_tokens is lowered to it; "
+        f"0: {EMBEDDED_REPLY_TOKENS} on the embedded engine, on an upstream its own limit",
+    )
+    stream_stall_s: float = option(
+        60.0, "seconds that a stream waits for a client that does not read; then it is cancelled; 0: no limit"
+    )
+    owner_max_sessions: int = option(0, "sessions that one owner may have; 0: no limit")
+    owner_max_running: int = option(0, "generations that one owner may run at once; 0: no limit")
+    owner_max_queued: int = option(0, "requests of one owner that may wait in the queue; 0: no limit")
+    owner_max_mb: int = option(
+        0, "tokens, logprobs and bodies that one owner may have on record, in MB, closed sessions included; 0: no limit"
+    )
     max_body_mb: int = option(64, "largest request body, in MB", least=1)
     max_session_mb: int = option(1024, "largest session file that can be imported, in MB", least=1)
     max_connections: int = option(
@@ -93,6 +108,11 @@ class ServeConfig:
             datetime.date.fromisoformat(self.sunset)
         except ValueError as exc:
             raise ConfigError(f"sunset must be a date like 2027-12-31, got {self.sunset!r}") from exc
+
+    @property
+    def reply_limit(self) -> int:
+        """Most tokens in one reply; 0: no limit."""
+        return self.max_reply_tokens or (EMBEDDED_REPLY_TOKENS if self.backend == "embedded" else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ HoldfastError
 ├── Unauthenticated          no key, or a wrong one
 ├── Forbidden                a key, but not one for this
 ├── CapacityExhausted        no free slab, no free place
-│   └── QueueTimeout         a place in the queue, but no turn in time
+│   ├── QueueTimeout         a place in the queue, but no turn in time
+│   └── QuotaExceeded        the owner has as much as one owner may have
 ├── PayloadTooLarge          a request body beyond the limit
 ├── RequestTimeout           a request body that stopped arriving, or arrives too slowly
 ├── ModelNotFound            another model than the one that is served
@@ -35,6 +36,7 @@ HoldfastError
 ├── StorageUnavailable       something on record cannot be read, or is damaged
 │   └── JournalFailed        what should have been recorded was not; nothing of it is on record
 ├── Unimplemented            the wire has it, this build does not yet
+├── StreamStalled            the client did not read its stream, which was cancelled
 ├── Draining                 the server or its engine is going away
 └── EngineDied               the engine's thread ended by itself; the process must be started again
 """
@@ -119,6 +121,21 @@ class CapacityExhausted(HoldfastError):
 
 class QueueTimeout(CapacityExhausted):
     code = "queue_timeout"
+
+
+class QuotaExceeded(CapacityExhausted):
+    """`setting` is the flag that sets the limit for each owner."""
+
+    code = "quota_exceeded"
+
+    def __init__(self, what: str, setting: str, limit: int) -> None:
+        super().__init__(f"you already have the {limit} {what} that one owner may have here ({setting})")
+        self.setting = setting
+        self.limit = limit
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"setting": self.setting, "limit": str(self.limit)}
 
 
 class PayloadTooLarge(HoldfastError):
@@ -267,6 +284,10 @@ class JournalFailed(StorageUnavailable):
 
 class Unimplemented(HoldfastError):
     code = "unimplemented"
+
+
+class StreamStalled(HoldfastError):
+    code = "stream_stalled"
 
 
 class Draining(HoldfastError):

@@ -25,6 +25,7 @@ STATUS_OF_CODE = {
     "unauthenticated": Status.UNAUTHENTICATED,
     "capacity_exhausted": Status.RESOURCE_EXHAUSTED,
     "queue_timeout": Status.RESOURCE_EXHAUSTED,
+    "quota_exceeded": Status.RESOURCE_EXHAUSTED,
     "session_failed": Status.FAILED_PRECONDITION,
     "tokenization_mismatch": Status.INTERNAL,
     "upstream_invalid": Status.UNAVAILABLE,

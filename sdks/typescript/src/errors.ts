@@ -12,6 +12,7 @@
  * ├── Unauthenticated        no key, or a wrong one
  * ├── CapacityExhausted      no free place
  * ├── QueueTimeout           waited too long for a place
+ * ├── QuotaExceeded          you have as much as one owner may have; `details` names the setting
  * ├── SessionFailed          this session is broken; its neighbours are not
  * ├── TokenizationMismatch   text and tokens disagree
  * ├── UpstreamInvalid        the backend's answer cannot be used
@@ -85,6 +86,9 @@ export class CapacityExhausted extends HoldfastError {
 }
 export class QueueTimeout extends HoldfastError {
   static override readonly code = "queue_timeout";
+}
+export class QuotaExceeded extends HoldfastError {
+  static override readonly code = "quota_exceeded";
 }
 export class SessionFailed extends HoldfastError {
   static override readonly code = "session_failed";

@@ -16,6 +16,7 @@ const table: [string, status, new (message: string) => sdk.HoldfastError][] = [
   ["unauthenticated", status.UNAUTHENTICATED, sdk.Unauthenticated],
   ["capacity_exhausted", status.RESOURCE_EXHAUSTED, sdk.CapacityExhausted],
   ["queue_timeout", status.RESOURCE_EXHAUSTED, sdk.QueueTimeout],
+  ["quota_exceeded", status.RESOURCE_EXHAUSTED, sdk.QuotaExceeded],
   ["session_failed", status.FAILED_PRECONDITION, sdk.SessionFailed],
   ["tokenization_mismatch", status.INTERNAL, sdk.TokenizationMismatch],
   ["upstream_invalid", status.UNAVAILABLE, sdk.UpstreamInvalid],

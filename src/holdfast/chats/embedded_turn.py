@@ -17,14 +17,14 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
     setup, claim, trajectory, prepared = turn.setup, turn.claim, turn.trajectory, turn.prepared
     request, prompt, parent = turn.request.request, prepared.prompt, prepared.parent
     check_fits(len(prompt.ids), setup.runtime.model, may_truncate=request.may_truncate)
-    started_at, version = time.time(), setup.weight_version
+    started_at, version, params = time.time(), setup.weight_version, claim.bounded(request.params)
     base, recomputed = await trajectory.sync_to(claim, parent)
     if base is trajectory.tree.root:
         await _pin(turn)
     is_reasoning = prompt.is_reasoning and request.params.constraint is None
     reply = setup.chat.reply(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning)
     trajectory.needs_rewind = True  # from here on the backend holds more than is recorded
-    async with contextlib.aclosing(claim.generate(request.params, parent.ids(since=base) + prompt.ids)) as batches:
+    async with contextlib.aclosing(claim.generate(params, parent.ids(since=base) + prompt.ids)) as batches:
         async for batch in batches:
             for piece in reply.take(batch):
                 yield piece
@@ -33,7 +33,7 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
     yield reply.finish()
     ending = ReplyEnd.of(reply, _usage(turn, reply, base, recomputed), request.params.seed)
     facts = TurnFacts(
-        sampling=request.params.as_record(),
+        sampling=params.as_record(),
         logprob_kind="raw",
         weight_versions=(version, setup.weight_version),
         started_at=started_at,

@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from holdfast.errors import IdempotencyMismatch
+from holdfast.errors import IdempotencyMismatch, StreamStalled
 
 T = TypeVar("T")
+
+MAX_UNREAD = 1024  # events
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,14 @@ class Broadcast(Generic[T]):
     """The events of one task for any number of listeners.
 
     A listener that joins late gets all events from the first one on; when the last listener leaves, the task is
-    cancelled.
+    cancelled. The task waits for its listeners (`caught_up`), `max_stall_s` in all; 0: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_stall_s: float = 0.0) -> None:
+        self._max_stall_s = max_stall_s
+        self._stalled_s = 0.0
+        self._num_heard = 0  # events that some listener has asked to go on from
+        self._heard = asyncio.Event()
         self._events: list[T] = []
         self._error: BaseException | None = None
         self._bell = asyncio.Event()
@@ -70,6 +76,29 @@ class Broadcast(Generic[T]):
         self._events.append(event)
         self._ring()
 
+    async def caught_up(self) -> None:
+        """Returns when the listener that is ahead of all others has few events left. Raises StreamStalled where that
+        takes too long: nobody reads."""
+        if self._num_behind <= MAX_UNREAD:
+            return
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            async with asyncio.timeout(self._max_stall_s - self._stalled_s if self._max_stall_s else None):
+                while self._num_behind > MAX_UNREAD:
+                    self._heard.clear()
+                    await self._heard.wait()
+        except TimeoutError:
+            raise StreamStalled(
+                f"the reply was cancelled: its stream was not read for {self._max_stall_s:g} s (--stream-stall-s)"
+            ) from None
+        finally:
+            self._stalled_s += clock() - started
+
+    @property
+    def _num_behind(self) -> int:
+        return len(self._events) - self._num_heard
+
     def abort(self, error: Exception) -> None:
         """End the task now; every listener gets `error`."""
         if self._task is not None and not self._task.done():
@@ -86,6 +115,9 @@ class Broadcast(Generic[T]):
                 while index < len(self._events):
                     yield self._events[index]
                     index += 1
+                    if index > self._num_heard:
+                        self._num_heard = index
+                        self._heard.set()
                 if self._task.done():
                     break
                 await self._bell.wait()

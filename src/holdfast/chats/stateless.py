@@ -50,7 +50,7 @@ class StatelessReplies:
         for prompt in request.prompts:
             check_fits(len(prompt), self._runtime.model, may_truncate=request.may_truncate, field=request.field)
         num = len(request.prompts) * request.num_choices
-        async with self._admission.admitted(num), contextlib.AsyncExitStack() as stack:
+        async with self._admission.admitted(num, owner=owner), contextlib.AsyncExitStack() as stack:
             opened = [await self._open(owner, request, prompt, stack) for prompt in request.prompts]
             choices = [choice for of_prompt in opened for choice in of_prompt]
             replies = [self._reply(owner, n, choice, request) for n, choice in enumerate(choices)]

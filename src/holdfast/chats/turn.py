@@ -69,6 +69,7 @@ class ChatSetup:
     admission: Admission
     weight_version: str = ""
     grammars: GrammarQueue = field(init=False)
+    stream_stall_s: float = 0.0  # how long a turn waits for its readers, in all; 0: no limit
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class ChatTurn:
         self.request = request
         self.claim: Claim = setup.runtime.claim(trajectory.session_id, trajectory.owner, turn_id=self.id)
         self.prepared: PreparedTurn
-        self.events = Broadcast[TurnEvent]()
+        self.events = Broadcast[TurnEvent](setup.stream_stall_s)
         self._committing: asyncio.Task[TurnRecord] | None = None
         self._has_begun = False
 
@@ -116,6 +117,7 @@ class ChatTurn:
         """Match and render the request, wait to be admitted, make the reply, commit."""
         setup, request = self.setup, self.request.request
         self.claim.check_not_closed()  # it may have been closed since it was claimed
+        self.claim.check_room()
         # A large request is rendered in a thread. The session is claimed, so nothing changes meanwhile.
         fits = partial(check_fits, model=setup.runtime.model, may_truncate=request.may_truncate, at_least="at least ")
         self.prepared = prepared = await run_off_loop(
@@ -123,10 +125,12 @@ class ChatTurn:
         )
         below = prepared.parent.number if prepared.is_branch else None
         self.events.publish(TurnStarted(turn_id=self.id, writer=self.request.writer, branched_below=below))
-        async with setup.admission.admitted(), contextlib.aclosing(setup.source(self)) as events:
+        owner = self.trajectory.owner
+        async with setup.admission.admitted(owner=owner), contextlib.aclosing(setup.source(self)) as events:
             async for event in events:
                 if not isinstance(event, TurnResult):
                     self.events.publish(event)
+                    await self.events.caught_up()
                     continue
                 number = await self._committed(event)
                 if event.ending is not None:

@@ -1,7 +1,8 @@
 """A turn on an upstream server: our token ids are its prompt, and its bytes are the response."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 from holdfast.chat.messages import Message, read_messages
 from holdfast.chats.events import TurnResponse
@@ -24,9 +25,12 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
         body = dict(request.body)
         if request.variables:
             body["chat_template_kwargs"] = dict(request.variables)
+        ids = prepared.parent.ids() + prepared.prompt.ids
+        if limit := setup.runtime.max_reply_tokens:
+            body |= _bounded(body, limit, room=setup.runtime.model.context - len(ids))
         reply = await upstream.complete(
             body,
-            prepared.parent.ids() + prepared.prompt.ids,
+            ids,
             session_id=turn.trajectory.session_id,
             known=_known_rows(prepared.parent),
         )
@@ -64,6 +68,14 @@ def _known_rows(parent: Node) -> dict[str, int]:
     """For each training payload, the positions of which the turns up to `parent` have it on record."""
     names = ("routed_experts", "indexer_topk")
     return {n: node.end - 1 for node in parent.path() for n in names if getattr(node.turn.facts, n) is not None}
+
+
+def _bounded(body: Mapping[str, Any], limit: int, *, room: int) -> dict[str, int]:
+    """What bounds the reply to `limit` tokens. Nothing where none is asked for and the context ends before."""
+    asked = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if isinstance(body.get(name), int)}
+    if not asked and limit < room:
+        return {"max_tokens": limit}
+    return {name: min(num, limit) for name, num in asked.items()}
 
 
 def _message(completion: UpstreamCompletion) -> Message:

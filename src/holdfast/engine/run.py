@@ -21,6 +21,7 @@ class Run:
     sequence: Sequence
     emit: Callable[[Event | Failed], None]
     params: SamplingParams | None = None
+    has_room: Callable[[], bool] = lambda: True  # whether the caller keeps up with reading the events
     sampled: list[int] = field(default_factory=list)
     prefill_tokens: int = 0
     prefill_duration_s: float = 0.0

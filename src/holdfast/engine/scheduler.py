@@ -25,7 +25,9 @@ class Plan:
 
 
 class Scheduler:
-    """Every decoding run gets one token per step. Prompts share one chunk per step and take turns to be first in it."""
+    """Every decoding run gets one token per step. Prompts share one chunk per step and take turns to be first in it.
+
+    A run whose caller does not keep up with reading waits until it does."""
 
     def __init__(self, *, prefill_chunk: int, max_batch: int) -> None:
         self._prefill_chunk = prefill_chunk
@@ -45,8 +47,13 @@ class Scheduler:
     def remove(self, run: Run) -> None:
         self._runs.remove(run)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to compute now."""
+        return not any(run.has_room() for run in self._runs)
+
     def plan(self) -> Plan:
-        decoding = [run for run in self._runs if run.is_decoding][: self._max_batch]
+        decoding = [run for run in self._runs if run.is_decoding and run.has_room()][: self._max_batch]
         prefilling: list[Work] = []
         budget = self._prefill_chunk
         for run in [run for run in self._runs if not run.is_decoding]:

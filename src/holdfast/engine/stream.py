@@ -10,18 +10,27 @@ from holdfast.engine.run import Failed, Run
 from holdfast.errors import Draining, HoldfastError
 from holdfast.generation import Done, Event
 
+MAX_UNREAD = 1024  # events
+
 
 class Stream:
     """The events of one run. Entering it starts the run, iterating gives batches of events, leaving it ends the run.
 
-    Leaving early cancels the run and waits for its last event, so the sequence is idle afterwards.
+    Leaving early cancels the run and waits for its last event, so the sequence is idle afterwards. A run of which
+    `MAX_UNREAD` events are unread computes nothing until they are read.
     """
 
-    def __init__(self, start: Callable[["Stream"], None], cancel: Callable[["Stream"], None]) -> None:
+    def __init__(
+        self, start: Callable[["Stream"], None], cancel: Callable[["Stream"], None], wake: Callable[[], None]
+    ) -> None:
         self.run: Run | None = None  # owned by the engine thread
         self.loop: asyncio.AbstractEventLoop
         self._start = start
         self._cancel = cancel
+        self._wake = wake  # the engine thread, which may wait for room here
+        self._num_sent = 0  # written by the engine thread
+        self._num_read = 0  # written on the stream's loop
+        self._is_waited_for = False
         self._events: list[Event] = []
         self._arrived = asyncio.Event()
         self._error: HoldfastError | None = None
@@ -50,6 +59,18 @@ class Stream:
         """End the run at the next step. Called on the engine thread."""
         if self.run is not None:
             self.run.is_cancelled = True
+
+    def count(self) -> None:
+        """One more event is on its way. Called on the engine thread."""
+        self._num_sent += 1
+
+    def has_room(self) -> bool:
+        """Whether the run may go on. Called on the engine thread. Looks again once it has said that it waits: either
+        this sees what was read meanwhile, or whoever read it sees that it is waited for."""
+        if self._num_sent - self._num_read < MAX_UNREAD:
+            return True
+        self._is_waited_for = True
+        return self._num_sent - self._num_read < MAX_UNREAD
 
     def deliver(self, events: list[Event | Failed]) -> None:
         """Take events. Called on the stream's own loop."""
@@ -90,6 +111,11 @@ class Stream:
     def rest(self) -> list[Event]:
         """Events that were not consumed; complete once the stream was closed."""
         batch, self._events = self._events, []
+        self._num_read += len(batch)
+        if self._is_waited_for:
+            self._is_waited_for = False
+            with contextlib.suppress(Draining):
+                self._wake()
         return batch
 
     async def _arrival(self) -> None:
@@ -105,6 +131,7 @@ class EventDispatcher:
 
     def send(self, stream: Stream, event: Event | Failed) -> None:
         self._waiting.setdefault(stream, []).append(event)
+        stream.count()
 
     def flush(self) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Event | Failed]]]] = {}

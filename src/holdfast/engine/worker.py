@@ -206,12 +206,13 @@ class Worker:
             except HoldfastError as exc:
                 self._dispatcher.send(stream, Failed(exc))
                 return
-            stream.run = Run(sequence, lambda event: self._dispatcher.send(stream, event), params)
+            stream.run = Run(sequence, lambda event: self._dispatcher.send(stream, event), params, stream.has_room)
             self._sequences.start(stream.run)
 
         return Stream(
             start=lambda stream: self._post(lambda: start(stream)),
             cancel=lambda stream: self._post(stream.cancel_run),
+            wake=lambda: self._post(lambda: None),
         )
 
     async def _finish(self, stream: Stream) -> Done:
@@ -225,7 +226,7 @@ class Worker:
             while not self._is_stopping:
                 self._take_commands()
                 self._sequences.end_finished()
-                if len(self._sequences.scheduler):
+                if not self._sequences.scheduler.is_idle:
                     started = time.perf_counter()
                     num_served = self._sequences.step()
                     self._on_step(num_served, time.perf_counter() - started)
@@ -238,7 +239,7 @@ class Worker:
 
     def _take_commands(self) -> None:
         """Execute all waiting commands. Blocks for one where there is nothing to compute."""
-        is_idle = not len(self._sequences.scheduler)
+        is_idle = self._sequences.scheduler.is_idle
         try:
             while True:
                 self._inbox.get(block=is_idle)()

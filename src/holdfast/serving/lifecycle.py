@@ -46,6 +46,7 @@ from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.ports import ModelInfo, ServedBackend
+from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
 
@@ -116,22 +117,47 @@ async def running(
     storage = await asyncio.to_thread(opening.__enter__)
     try:
         trajectories = Trajectories()
+        quotas = OwnerQuotas(
+            max_sessions=config.owner_max_sessions,
+            max_running=config.owner_max_running,
+            max_queued=config.owner_max_queued,
+            max_mb=config.owner_max_mb,
+        )
         runtime = Runtime(
             backend,
             idle_ttl_s=config.idle_ttl_s,
             journal=storage.journal,
             snapshots=storage.snapshots,
             max_parked=config.max_parked,
+            max_reply_tokens=config.reply_limit,
+            quotas=quotas,
             metrics=metrics,
             on_removed=trajectories.forget,
         )
-        chats = ChatService(_chat_setup(runtime, config, chat), trajectories) if chat and config.http else None
+        admission = Admission(
+            config.max_concurrent or runtime.capacity,
+            max_queue=config.queue_max if config.admission == "queue" else 0,
+            max_wait_s=config.queue_max_wait_s,
+            max_pause_s=config.pause_max_wait_s,
+            quotas=quotas,
+            metrics=metrics,
+        )
+        chats = None
+        if chat and config.http:
+            chats = ChatService(_chat_setup(runtime, admission, config, chat), trajectories)
         for session in storage.stored:
             runtime.restore(session)
             if chats is not None and session.opened.kind == "chat":
                 chats.restore(session)
         async with _endpoints(
-            backend, runtime, config, chats=chats, upstream=chat.upstream if chat else None, storage=storage, keys=keys
+            backend,
+            runtime,
+            admission,
+            config,
+            chats=chats,
+            upstream=chat.upstream if chat else None,
+            storage=storage,
+            keys=keys,
         ) as served:
             yield served
     finally:
@@ -143,6 +169,7 @@ async def running(
 async def _endpoints(
     backend: ServedBackend,
     runtime: Runtime,
+    admission: Admission,
     config: ServeConfig,
     *,
     chats: ChatService | None,
@@ -157,7 +184,7 @@ async def _endpoints(
     try:
         await backend.prepare()  # it may learn more about the model, which both endpoints report
         transfers = Transfers(runtime, chats)
-        grpc_server = create_server(runtime, transfers, config, keys)
+        grpc_server = create_server(runtime, transfers, admission, config, keys)
         calls.append(grpc_server.running)
         if config.http:
             app = create_app(
@@ -177,7 +204,7 @@ async def _endpoints(
             tasks = [
                 group.create_task(runtime.reap()),
                 group.create_task(_watch(backend, runtime.metrics)),
-                group.create_task(_purge(storage.journal, config.retain_days)),
+                group.create_task(_purge(runtime, config.retain_days)),
             ]
             if http:
                 group.create_task(http.server.serve(sockets=[http.socket]))
@@ -201,18 +228,11 @@ async def _endpoints(
         await asyncio.to_thread(backend.stop)
 
 
-def _chat_setup(runtime: Runtime, config: ServeConfig, chat: Chat) -> ChatSetup:
+def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, chat: Chat) -> ChatSetup:
     rules = HistoryRules(
         matcher=load_matcher(chat.config.matcher),
         max_rollback=chat.config.max_rollback,
         may_edit_replies=chat.config.edited_reply == "branch",
-    )
-    admission = Admission(
-        config.max_concurrent or runtime.capacity,
-        max_queue=config.queue_max if config.admission == "queue" else 0,
-        max_wait_s=config.queue_max_wait_s,
-        max_pause_s=config.pause_max_wait_s,
-        metrics=runtime.metrics,
     )
     return ChatSetup(
         runtime=runtime,
@@ -221,14 +241,16 @@ def _chat_setup(runtime: Runtime, config: ServeConfig, chat: Chat) -> ChatSetup:
         rules=rules,
         admission=admission,
         weight_version=config.weight_version,
+        stream_stall_s=config.stream_stall_s,
     )
 
 
-async def _purge(journal: Journal, retain_days: int) -> None:
+async def _purge(runtime: Runtime, retain_days: int) -> None:
     """Forget closed sessions in due time."""
     while retain_days:
         with contextlib.suppress(HoldfastError):  # readiness reports a journal that cannot be written
-            await journal.purge(time.time() - retain_days * _DAY_S)
+            if await runtime.journal.purge(time.time() - retain_days * _DAY_S):
+                await runtime.recount_bytes()
         await asyncio.sleep(_PURGE_INTERVAL_S)
 
 
@@ -275,7 +297,7 @@ def _http_server(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> _HttpSe
         raise ConfigError(f"cannot listen on {config.http}: {exc.strerror}; choose another --http") from exc
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small answers do not wait for an acknowledgement
     connections = Connections(config.max_connections or default_max_connections(), config.connection_timeout_s, metrics)
-    protocol: Any = partial(HttpProtocol, connections)
+    protocol: Any = partial(HttpProtocol, connections, config.stream_stall_s)
     settings = uvicorn.Config(
         app,
         http=protocol,  # of h11: another parser would refuse other requests, and not in our words

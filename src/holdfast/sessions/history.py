@@ -59,6 +59,11 @@ class History:
         """All of them; to be read, not changed."""
         return self._tokens
 
+    @property
+    def num_bytes(self) -> int:
+        """What is recorded of it: 4 bytes a token, and two logprobs of 8 for each that was sampled."""
+        return 4 * len(self._tokens) + 16 * self._counts[SpanKind.SAMPLED][1]
+
     def slice(self, start: int, end: int) -> "array[int]":
         return self._tokens[start:end]
 

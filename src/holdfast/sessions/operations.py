@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,8 +13,17 @@ from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import SlabCapacity
 from holdfast.sessions.history import GenerationRecord
-from holdfast.sessions.journal.base import Entry, HistoryRewound, Journal, Pinned, SessionKind, SessionOpened
+from holdfast.sessions.journal.base import (
+    Entry,
+    HistoryRewound,
+    Journal,
+    Pinned,
+    SessionKind,
+    SessionOpened,
+    recorded_bytes,
+)
 from holdfast.sessions.ports import Backend, EventStream
+from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.session import Session, opened
 
 logger = logging.getLogger(__name__)
@@ -40,12 +49,17 @@ class Operations:
         journal: Journal,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        quotas: OwnerQuotas,
+        max_reply_tokens: int = 0,
     ) -> None:
         self.backend = backend
         self.capacity = capacity
         self.journal = journal
         self.metrics = metrics
         self.clock = clock
+        self.quotas = quotas
+        self.max_reply_tokens = max_reply_tokens  # 0: no limit
         self._is_draining = False
         self._num_running = 0
         self._all_idle = asyncio.Event()
@@ -64,6 +78,22 @@ class Operations:
         self._num_running -= 1
         if not self._num_running:
             self._all_idle.set()
+
+    async def record(self, session: Session, *entries: Entry) -> None:
+        """Write entries to the journal, if the session is journaled, and count their bytes for its owner."""
+        if not session.is_kept:
+            return
+        num_bytes = sum(map(recorded_bytes, entries))
+        self.count_bytes(session, num_bytes)
+        try:
+            await self.journal.write(*entries)
+        except HoldfastError:  # nothing of it is on record
+            self.count_bytes(session, -num_bytes)
+            raise
+
+    def count_bytes(self, session: Session, num_bytes: int) -> None:
+        session.num_bytes += num_bytes
+        self.quotas.num_bytes[session.owner] += num_bytes
 
     async def drain(self, timeout_s: float) -> bool:
         """Admit nothing new and wait for what runs. False where something still ran at the end."""
@@ -140,8 +170,19 @@ class Claim:
 
     # Operations, one at a time
 
+    def check_room(self) -> None:
+        """Raises QuotaExceeded where the owner has as much on record as it may have."""
+        if self.session.is_kept:
+            self._operations.quotas.check_bytes(self.session.owner)
+
+    def bounded(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with `max_tokens` lowered to what one reply may have on this server."""
+        limit = self._operations.max_reply_tokens
+        return replace(params, max_tokens=limit) if 0 < limit < params.max_tokens else params
+
     async def append(self, tokens: Sequence[int]) -> Done:
         """Add given tokens and compute them. If the caller disconnects, the appended tokens stay."""
+        self.check_room()
         session, before = self.session, self.history_length
         handle = await self.wake()
 
@@ -173,6 +214,8 @@ class Claim:
 
         Close the generator to cancel; what was given and sampled until then stays.
         """
+        self.check_room()
+        params = self.bounded(params)
         handle = await self.wake()
         clock, metrics = self._operations.clock, self._operations.metrics
         started = last = clock()
@@ -266,8 +309,7 @@ class Claim:
 
     async def record(self, *entries: Entry) -> None:
         """Write entries to the journal, if this session is journaled."""
-        if self.session.is_kept:
-            await self._operations.journal.write(*entries)
+        await self._operations.record(self.session, *entries)
 
     def check_not_closed(self) -> None:
         """Closing beats everything: an operation overtaken by it fails instead of pretending that all went well."""

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import InvalidArgument
@@ -24,6 +25,7 @@ from holdfast.sessions.journal.base import (
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.operations import Claim, Operations, RewindResult
 from holdfast.sessions.ports import Backend, ModelInfo
+from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.session import Session, SessionRegistry, new_session_id, opened, restored
 from holdfast.sessions.view import PARKED, SessionView, view_of, watch_sessions
 
@@ -45,6 +47,8 @@ class Runtime:
         journal: Journal | None = None,
         snapshots: SnapshotStore | None = None,
         max_parked: int = 0,
+        max_reply_tokens: int = 0,
+        quotas: OwnerQuotas | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_removed: Callable[[str], None] = lambda session_id: None,
@@ -54,7 +58,11 @@ class Runtime:
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self._on_removed = on_removed
+        self.max_reply_tokens = max_reply_tokens  # 0: no limit
         self.journal: Journal = journal or NoJournal()
+        self._quotas = quotas or OwnerQuotas()
+        if self._quotas.counts_bytes:
+            self._quotas.num_bytes.update(self.journal.num_bytes_by_owner())
         self._numbers = itertools.count(self.journal.last_number + 1)
         for gone in self.journal.closed():
             self._registry.remember(gone.session_id, gone.owner, gone.why)
@@ -63,7 +71,15 @@ class Runtime:
         self._capacity = SlabCapacity(
             self._registry, parking, self._remove, max_parked=max_parked, metrics=self.metrics
         )
-        self._operations = Operations(backend, self._capacity, self.journal, self.metrics, clock)
+        self._operations = Operations(
+            backend,
+            self._capacity,
+            self.journal,
+            self.metrics,
+            clock,
+            quotas=self._quotas,
+            max_reply_tokens=max_reply_tokens,
+        )
         watch_sessions(self.metrics, lambda: [self._view(session) for session in self._registry])
 
     @property
@@ -107,7 +123,7 @@ class Runtime:
             is_kept=is_kept,
         )
         try:
-            await self._record(session, opened(session))
+            await self._operations.record(session, opened(session))
             if tokens:
                 await self.append(session.id, owner, tokens)
         except BaseException:
@@ -117,6 +133,7 @@ class Runtime:
 
     def restore(self, stored: StoredSession) -> None:
         """A session from the journal, parked until someone uses it."""
+        self._quotas.add_session(stored.opened.owner)
         self._registry.add_parked(restored(stored, self._clock))
 
     def claim(
@@ -181,7 +198,8 @@ class Runtime:
             fork = await self._forked(claim, label, "tokens")
         recomputed = 0
         try:
-            await self._record(fork, opened(fork, ForkedFrom(session_id)), *fork.history.entries_since(fork.id, 0))
+            spans = fork.history.entries_since(fork.id, 0)
+            await self._operations.record(fork, opened(fork, ForkedFrom(session_id)), *spans)
             if length < len(fork.history):
                 recomputed = (await self.rewind(fork.id, owner, length)).recomputed_tokens
         except BaseException:
@@ -193,7 +211,8 @@ class Runtime:
         """A chat session with the same past. `turns`: the numbers of the turns that its past is made of."""
         fork = await self._forked(claim, label, "chat")
         try:
-            await self._record(fork, opened(fork, ForkedFrom(claim.session.id, tuple(turns))))
+            await self._operations.record(fork, opened(fork, ForkedFrom(claim.session.id, tuple(turns))))
+            self._operations.count_bytes(fork, fork.history.num_bytes)  # the bodies of its turns are shared
         except BaseException:
             await self._discard(fork)
             raise
@@ -209,7 +228,8 @@ class Runtime:
         self._operations.check_open()
         session = await asyncio.to_thread(restored, stored, self._clock)  # long ones take a while
         async with Claim(session, self._operations) as claim:
-            await self._capacity.admit(session, snapshot)
+            with self._session_claimed(session.owner):
+                await self._capacity.admit(session, snapshot)
             try:
                 await claim.record(*entries)
                 claim.check_not_closed()
@@ -259,6 +279,14 @@ class Runtime:
         """Admit nothing new, wait for what runs. False where something still ran at the end."""
         return await self._operations.drain(timeout_s)
 
+    async def recount_bytes(self) -> None:
+        """Count anew what each owner has on record, after a purge."""
+        if self._quotas.counts_bytes and self.journal.keeps_bodies:
+            before = self._quotas.num_bytes.copy()
+            on_record = Counter(await asyncio.to_thread(self.journal.num_bytes_by_owner))
+            on_record.update(self._quotas.num_bytes - before)  # what came meanwhile
+            self._quotas.num_bytes = on_record
+
     async def park_all(self) -> None:
         """For a shutdown: all caches that are worth it go where the next process finds them."""
         await self._capacity.park_all()
@@ -273,11 +301,24 @@ class Runtime:
 
     async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]], **fields: Any) -> Session:
         """Make room, open the session in the backend, register it. If that fails, no slot is lost."""
-        handle = await self._capacity.opened(opening, may_evict=fields["is_kept"])
+        with self._session_claimed(fields["owner"], is_kept=fields["is_kept"]):
+            handle = await self._capacity.opened(opening, may_evict=fields["is_kept"])
         session = Session(id=new_session_id(), number=self.next_number(), handle=handle, clock=self._clock, **fields)
         self._registry.add(session)
         self.metrics.session_total.labels("created").inc()
         return session
+
+    @contextlib.contextmanager
+    def _session_claimed(self, owner: str, *, is_kept: bool = True) -> Iterator[None]:
+        """One more session of the owner, if it may have one, unless what follows fails."""
+        if is_kept:
+            self._quotas.claim_session(owner)
+        try:
+            yield
+        except BaseException:
+            if is_kept:
+                self._quotas.release_session(owner)
+            raise
 
     async def _forked(self, claim: Claim, label: str, kind: SessionKind) -> Session:
         source = claim.session
@@ -297,15 +338,15 @@ class Runtime:
         fork.history = source.history.copy(len(source.history))
         return fork
 
-    async def _record(self, session: Session, *entries: Entry) -> None:
-        if session.is_kept:
-            await self.journal.write(*entries)
-
     async def _remove(self, session: Session, why: str) -> int:
         """Take a session out, for good; its trajectory stays in the journal. Returns the final history length."""
         if session.parking is not None:
             await asyncio.shield(session.parking)
         self._registry.remove(session, why)
+        if session.is_kept:
+            self._quotas.release_session(session.owner)
+        if not self.journal.keeps_bodies:
+            self._operations.count_bytes(session, -session.num_bytes)
         self._on_removed(session.id)
         self.metrics.session_total.labels(why).inc()
 
@@ -313,7 +354,7 @@ class Runtime:
             if session.handle is not None:
                 await self._backend.close(session.handle)
             await self._capacity.forget(session)
-            await self._record(session, SessionClosed(session.id, why, time.time()))
+            await self._operations.record(session, SessionClosed(session.id, why, time.time()))
 
         await asyncio.shield(asyncio.ensure_future(finish()))
         return len(session.history)

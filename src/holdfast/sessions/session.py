@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -71,6 +71,7 @@ class Session:
     pin_tokens: int | None = None  # what its creator asked for
     metadata: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
+    num_bytes: int = 0  # that were recorded since this process has it
     gate: SessionGate = field(init=False)
     inv1_violations: int = 0
     num_rewinds: int = 0
@@ -216,9 +217,11 @@ class SessionRegistry:
         return victim
 
     def longest_parked(self) -> Session | None:
-        """The idle parked session that was used least recently."""
+        """The idle parked session that was used least recently, of the owner that has most of them: nobody loses
+        sessions because another owner makes many."""
         idle = [session for session in self._sessions.values() if session.handle is None and not session.is_busy]
-        return min(idle, key=lambda session: session.last_used, default=None)
+        num_idle = Counter(session.owner for session in idle)
+        return min(idle, key=lambda session: (-num_idle[session.owner], session.last_used), default=None)
 
     def release_place(self) -> None:
         """Give a claimed place back, or have it filled by a session that is here already."""

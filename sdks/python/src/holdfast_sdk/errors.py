@@ -13,6 +13,7 @@ HoldfastError               `code`, `details`, `grpc_status`; also a code that t
 ├── Unauthenticated         the API key is missing or wrong
 ├── CapacityExhausted       no free place; try later
 ├── QueueTimeout            waited for a place and got none; try later
+├── QuotaExceeded           you have as much as one owner may have; `details` names the setting
 ├── Draining                the server is shutting down
 ├── JournalFailed           the server could not write it down, so it did not happen
 ├── StorageUnavailable      the server's disk cannot be used
@@ -110,6 +111,10 @@ class CapacityExhausted(HoldfastError):
 
 class QueueTimeout(HoldfastError):
     code = "queue_timeout"
+
+
+class QuotaExceeded(HoldfastError):
+    code = "quota_exceeded"
 
 
 class Draining(HoldfastError):

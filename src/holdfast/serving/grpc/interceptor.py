@@ -1,5 +1,7 @@
 """Around every gRPC call: API key and owner, decoding, the error table, a count."""
 
+import asyncio
+import contextlib
 import contextvars
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +13,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from holdfast.errors import Draining, HoldfastError, InvalidArgument, PayloadTooLarge
+from holdfast.errors import Draining, HoldfastError, InvalidArgument, PayloadTooLarge, StreamStalled
 from holdfast.metrics import Metrics
 from holdfast.serving.keys import LOCAL_OWNER, Keys
 from holdfast.serving.running_calls import RunningCalls
@@ -26,9 +28,11 @@ Handler = Any  # grpc's RpcMethodHandler: which of its four behaviours is set te
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Guards the methods of one service; others (health, reflection) pass untouched."""
 
-    def __init__(self, service: str, keys: Keys, metrics: Metrics) -> None:
+    def __init__(self, service: str, keys: Keys, metrics: Metrics, *, stall_s: float = 0.0) -> None:
+        """`stall_s`: how long a stream waits for its client to read a message; 0: no limit."""
         self._prefix = f"/{service}/"
         self.running = RunningCalls()
+        self._stall_s = stall_s
         self._keys = keys
         self._metrics = metrics
 
@@ -55,18 +59,24 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return call
 
     def _stream(self, method: str, behaviour: Any, decode: Any) -> Any:
-        async def call(data: bytes, context: Any) -> AsyncIterator[Any]:
-            async with self._watched(method, context):
-                messages = behaviour(decode(data), context)
-                try:
-                    async for message in messages:
-                        self.running.begin_sending()
-                        yield message
-                        self.running.finish_sending()
-                finally:
-                    await messages.aclose()
+        async def call(data: bytes, context: Any) -> None:
+            async with (
+                self._watched(method, context),
+                contextlib.aclosing(behaviour(decode(data), context)) as messages,
+            ):
+                async for message in messages:
+                    self.running.begin_sending()
+                    await self._write(context, message)
+                    self.running.finish_sending()
 
         return call
+
+    async def _write(self, context: Any, message: Any) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s or None):
+                await context.write(message)
+        except TimeoutError:
+            raise StreamStalled(f"nothing was read for {self._stall_s:g} s (--stream-stall-s)") from None
 
     def _uploads(self, method: str, behaviour: Any, decode: Any) -> Any:
         async def call(chunks: AsyncIterator[bytes], context: Any) -> Any:
@@ -156,6 +166,10 @@ STATUS = {
     "invalid_argument": grpc.StatusCode.INVALID_ARGUMENT,
     "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "capacity_exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "queue_timeout": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "quota_exceeded": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "stream_stalled": grpc.StatusCode.CANCELLED,
+    "paused": grpc.StatusCode.UNAVAILABLE,
     "payload_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "journal_failed": grpc.StatusCode.UNAVAILABLE,
     "storage_unavailable": grpc.StatusCode.UNAVAILABLE,

@@ -19,6 +19,7 @@ from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.keys import Keys
 from holdfast.serving.logs import hide_metadata
 from holdfast.serving.running_calls import RunningCalls
+from holdfast.sessions.admission import Admission
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
 
@@ -52,7 +53,9 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, keys: Keys | None = None) -> GrpcServer:
+def create_server(
+    runtime: Runtime, transfers: Transfers, admission: Admission, config: ServeConfig, keys: Keys | None = None
+) -> GrpcServer:
     """Binds at once; a port that is taken is a ConfigError."""
     options = [
         ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
@@ -63,9 +66,9 @@ def create_server(runtime: Runtime, transfers: Transfers, config: ServeConfig, k
         ("grpc.max_concurrent_streams", _MAX_CALLS),
     ]
     hide_metadata()
-    guard = Guard(SERVICE, keys or Keys(), runtime.metrics)
+    guard = Guard(SERVICE, keys or Keys(), runtime.metrics, stall_s=config.stream_stall_s)
     server = grpc.aio.server(interceptors=[guard], options=options)
-    service = RuntimeService(runtime, transfers, max_session_mb=config.max_session_mb)
+    service = RuntimeService(runtime, transfers, admission, max_session_mb=config.max_session_mb)
     rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -11,6 +11,7 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import current_owner
 from holdfast.serving.keys import is_admin
+from holdfast.sessions.admission import Admission
 from holdfast.sessions.limits import check_ids, check_label, check_metadata
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import pieces
@@ -26,8 +27,16 @@ _MB = 1024 * 1024
 class RuntimeService(rpc.RuntimeServiceServicer):
     """Owners come from the interceptor; errors are raised and translated there."""
 
-    def __init__(self, runtime: Runtime, transfers: Transfers | None = None, *, max_session_mb: int = 1024) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        transfers: Transfers | None = None,
+        admission: Admission | None = None,
+        *,
+        max_session_mb: int = 1024,
+    ) -> None:
         self._runtime = runtime
+        self._admission = admission or Admission(runtime.capacity, max_queue=0, max_wait_s=0, metrics=runtime.metrics)
         self._transfers = transfers or Transfers(runtime)
         self._max_session_mb = max_session_mb
 
@@ -56,12 +65,14 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         return convert.model_info(self._runtime.model)
 
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
-        done = await self._runtime.append(
-            request.session_id,
-            current_owner.get(),
-            list(request.token_ids),
-            expected_length=_optional(request, "expected_history_length"),
-        )
+        owner, expected = current_owner.get(), _optional(request, "expected_history_length")
+        if not request.token_ids:
+            raise InvalidArgument("append needs at least one token")
+        async with (
+            self._runtime.claim(request.session_id, owner, kind="tokens", expected_length=expected) as claim,
+            self._admission.admitted(owner=owner),
+        ):
+            done = await claim.append(list(request.token_ids))
         return pb.AppendTokensResponse(
             history_length=done.history_length,
             prefilled_tokens=done.prefill_tokens,
@@ -90,6 +101,7 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         done: list[Event] = []
         async with (
             self._runtime.claim(session_id, owner, kind="tokens", expected_length=expected) as claim,
+            self._admission.admitted(owner=owner),
             contextlib.aclosing(claim.generate(params, tokens)) as batches,
         ):
             async for batch in batches:

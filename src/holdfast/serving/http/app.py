@@ -55,7 +55,9 @@ def _chat_routes(
     runtime = setup.runtime
     as_sglang = config.compat == "miles"
     replies = StatelessReplies(runtime, setup.admission)
-    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, as_sglang=as_sglang)
+    openai = OpenAIRoutes(
+        setup.chat, runtime.model, replies, setup.grammars, as_sglang=as_sglang, stall_s=config.stream_stall_s
+    )
     sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, as_sglang=as_sglang)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)

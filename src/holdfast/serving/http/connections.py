@@ -1,4 +1,4 @@
-"""Connections of the HTTP endpoint: how many there may be, and how long each may be without a request."""
+"""Connections of the HTTP endpoint: how many there may be, how long without a request, and how long unread."""
 
 import asyncio
 import contextlib
@@ -154,13 +154,19 @@ class _Connection(socket.socket):
 
 
 class HttpProtocol(H11Protocol):
-    """Reports when a connection waits for a request and when it has one."""
+    """Reports when a connection waits for a request and when it has one, and ends one whose client does not read.
 
-    def __init__(self, connections: Connections, **options: Any) -> None:
+    uvicorn stops an application that sends faster than its client reads (more than 64 KiB unsent). That wait ends, with
+    the connection, when the unsent data did not get less for `stall_s`; 0: never.
+    """
+
+    def __init__(self, connections: Connections, stall_s: float, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
+        self._stall_s = stall_s
         self._socket: Any = None
         self._number = -1
+        self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -179,3 +185,32 @@ class HttpProtocol(H11Protocol):
         super().on_response_complete()  # which may begin a request that has already arrived
         if self.cycle.response_complete and not self.transport.is_closing():
             self._connections.wait_for_request(self._number, self._socket)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_later()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_looking()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_looking()
+        super().connection_lost(exc)
+
+    def _look_later(self) -> None:
+        if self._stall_s:
+            unsent = self.transport.get_write_buffer_size()
+            self._watch = self.loop.call_later(self._stall_s, self._look, unsent)
+
+    def _look(self, unsent_before: int) -> None:
+        if self.transport.get_write_buffer_size() < unsent_before:
+            self._look_later()
+        else:
+            logger.info("a client has read nothing for %g s and is disconnected", self._stall_s)
+            self.transport.abort()
+
+    def _stop_looking(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None

@@ -23,6 +23,8 @@ STATUS = {
     "forbidden": 403,
     "capacity_exhausted": 429,
     "queue_timeout": 429,
+    "quota_exceeded": 429,
+    "stream_stalled": 408,
     "session_failed": 500,
     "tokenization_mismatch": 500,
     "upstream_invalid": 502,
@@ -43,6 +45,7 @@ STATUS = {
 _RETRY_AFTER_S = {
     "capacity_exhausted": 1,
     "queue_timeout": 5,
+    "quota_exceeded": 5,
     "session_busy": 1,
     "draining": 5,
     "paused": 5,

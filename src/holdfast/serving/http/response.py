@@ -62,7 +62,10 @@ def compiled_for(request: Request, grammars: GrammarQueue) -> Callable[[Compilat
 
 
 class EventStreamResponse(Response):
-    """Sends what `chunks` yields. The first chunk was awaited before, so that an error there got its own status."""
+    """Sends what `chunks` yields. The first chunk was awaited before, so that an error there got its own status.
+
+    A client that reads so slowly that sending waits for it, for `stall_s` in all, counts as gone; 0: no limit.
+    """
 
     media_type = "text/event-stream"
 
@@ -72,12 +75,15 @@ class EventStreamResponse(Response):
         chunks: AsyncGenerator[bytes, None],
         headers: dict[str, str],
         on_sent: Callable[[], None] = lambda: None,
+        *,
+        stall_s: float = 0.0,
     ) -> None:
         super().__init__(headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
         self._on_sent = on_sent
+        self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._chunks):
@@ -86,8 +92,15 @@ class EventStreamResponse(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        clock, waited_s = asyncio.get_running_loop().time, 0.0
         async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            started = clock()
+            try:
+                async with asyncio.timeout(self._stall_s - waited_s if self._stall_s else None):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except TimeoutError:
+                raise ClientGone from None
+            waited_s += clock() - started
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self._on_sent()
 
@@ -142,7 +155,7 @@ class ChunkEncoder:
 
 
 async def reply_response(
-    request: Request, body: Sampling, events: AsyncGenerator[NumberedEvent, None], writer: Writer
+    request: Request, body: Sampling, events: AsyncGenerator[NumberedEvent, None], writer: Writer, *, stall_s: float
 ) -> Response:
     """The response to a stateless request."""
     if not body.stream:
@@ -150,7 +163,7 @@ async def reply_response(
         return Response(msgspec.json.encode(writer.whole(ends)), media_type="application/json")
     chunks = _reply_chunks(events, ChunkEncoder(writer, body))
     first = await unless_disconnected(request.receive, anext(chunks))
-    return EventStreamResponse(first, chunks, {})
+    return EventStreamResponse(first, chunks, {}, stall_s=stall_s)
 
 
 async def _ends_of(events: AsyncGenerator[NumberedEvent, None]) -> list[ReplyEnd]:
@@ -187,10 +200,12 @@ class TurnResponder:
         *,
         dropped: Callable[[], int],
         confirm: Callable[[int], None],
+        stall_s: float = 0.0,
     ) -> None:
         self._events = events
         self._dropped = dropped
         self._confirm = confirm
+        self._stall_s = stall_s
         self.response: TurnResponse | None = None  # once the turn is recorded
 
     async def respond(self, request: Request, body: Sampling | None, *, is_stream: bool) -> Response:
@@ -204,7 +219,7 @@ class TurnResponder:
             assert isinstance(first.writer, ChatWriter)
             chunks = self.chunks(ChunkEncoder(first.writer, body))
             chunk = await unless_disconnected(request.receive, anext(chunks))
-            return EventStreamResponse(chunk, chunks, self._headers(first), self._sent)
+            return EventStreamResponse(chunk, chunks, self._headers(first), self._sent, stall_s=self._stall_s)
         response = await unless_disconnected(request.receive, self._collected())
         headers = self._headers(first) if response.number is not None else {"holdfast-recorded": "false"}
         return self._whole(response, headers, is_stream=is_stream)

@@ -87,6 +87,7 @@ class DataRoutes:
         )
         if not body.dry_run:
             await purge(journal, found)
+            await self._runtime.recount_bytes()
         listed = [{"session_id": one.session_id, "owner": one.owner, "closed_at": one.at} for one in found]
         return JSONResponse({"purged": 0 if body.dry_run else len(found), "sessions": listed})
 

@@ -29,12 +29,14 @@ class OpenAIRoutes:
         grammars: GrammarQueue,
         *,
         as_sglang: bool = False,
+        stall_s: float = 0.0,
     ) -> None:
         self._chat = chat
         self._as_sglang = as_sglang
         self._grammars = grammars
         self._model = model
         self._replies = replies
+        self._stall_s = stall_s
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
@@ -81,7 +83,8 @@ class OpenAIRoutes:
             with_logprobs=bool(body.logprobs),
             with_meta_info=bool(body.return_meta_info),
         )
-        return await reply_response(request, body, self._replies.replies(owner_of(request), stateless), writer)
+        events = self._replies.replies(owner_of(request), stateless)
+        return await reply_response(request, body, events, writer, stall_s=self._stall_s)
 
     async def completions(self, request: Request) -> Response:
         raw = await request.body()
@@ -102,7 +105,8 @@ class OpenAIRoutes:
             field="prompt",
         )
         writer = TextWriter(model=model.name, tokenizer=chat.tokenizer, with_logprobs=body.logprobs is not None)
-        return await reply_response(request, body, self._replies.replies(owner_of(request), stateless), writer)
+        events = self._replies.replies(owner_of(request), stateless)
+        return await reply_response(request, body, events, writer, stall_s=self._stall_s)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry()]})

@@ -93,6 +93,7 @@ class SessionRoutes:
             events,
             dropped=lambda: self._runtime.find(session_id, owner).num_dropped(self._runtime.model.recent),
             confirm=lambda number: self._chats.confirm(session_id, number),
+            stall_s=self._chats.setup.stream_stall_s,
         )
         try:
             own = body if isinstance(body, ChatCompletion) else None

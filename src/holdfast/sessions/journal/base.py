@@ -155,6 +155,21 @@ def num_bytes(entry: Entry) -> int:
             return 256
 
 
+def recorded_bytes(entry: Entry) -> int:
+    """The tokens, logprobs and bodies that an entry brings to disk, as `Journal.num_bytes_by_owner` counts them."""
+    match entry:
+        case TurnRecorded():
+            turn = entry.turn
+            bodies = len(turn.request or b"") + len(turn.response or b"")
+            return bodies + 4 * len(turn.given) + 20 * len(turn.sampled)
+        case TokensGiven():
+            return 4 * len(entry.tokens)
+        case TokensSampled():
+            return 20 * len(entry.tokens)
+        case _:
+            return 0
+
+
 Step = TokensGiven | TokensSampled | HistoryRewound | TurnRecord  # of turns, not their bodies
 
 
@@ -230,6 +245,9 @@ class Journal(Protocol):
     def response(self, session_id: str, turn: int) -> bytes:
         """As `read_response`, in any thread; blocks."""
 
+    def num_bytes_by_owner(self) -> Mapping[str, int]:
+        """The tokens, logprobs and bodies on record, closed sessions included. Blocks; for large journals, seconds."""
+
     async def purge(self, before: float) -> int:
         """Forget the sessions that were closed before that time; how many."""
 
@@ -267,6 +285,9 @@ class NoJournal:
 
     def response(self, session_id: str, turn: int) -> bytes:
         raise SessionNotFound(session_id)
+
+    def num_bytes_by_owner(self) -> Mapping[str, int]:
+        return {}
 
     async def purge(self, before: float) -> int:
         return 0

@@ -112,6 +112,23 @@ def closed_sessions(connection: sqlite3.Connection, *, before: float | None = No
     ]
 
 
+def num_bytes_by_owner(connection: sqlite3.Connection) -> dict[str, int]:
+    """Tokens, logprobs and bodies. A body that several turns share is counted once for each owner."""
+    query = """
+        SELECT owner, sum(num) AS num FROM (
+            SELECT owner, length(tokens) + length(logprobs) + length(sampling_logprobs) AS num
+            FROM spans JOIN sessions ON id = session
+            UNION ALL SELECT owner, length(given) + length(sampled) + length(logprobs) + length(sampling_logprobs)
+            FROM turns JOIN sessions ON id = session
+            UNION ALL SELECT owner, length FROM (
+                SELECT DISTINCT owner, bodies.id, length FROM turns JOIN sessions ON sessions.id = session
+                JOIN bodies ON bodies.id IN (request, response)
+            )
+        ) GROUP BY owner
+    """
+    return {row["owner"]: row["num"] for row in select(connection, query)}
+
+
 def turn_of(row: sqlite3.Row) -> TurnRecord | None:
     """A row of `turns` as a turn without its bodies; None where it is damaged."""
     if not is_intact(row, TURN_FIELDS, TURN_STATE):

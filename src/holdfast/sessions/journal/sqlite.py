@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -106,6 +106,9 @@ class SqliteJournal:
 
     def response(self, session_id: str, turn: int) -> bytes:
         return self._body(session_id, turn, "response")
+
+    def num_bytes_by_owner(self) -> Mapping[str, int]:
+        return self._read(rows.num_bytes_by_owner)
 
     async def purge(self, before: float) -> int:
         gone = await asyncio.to_thread(self._read, lambda db: rows.closed_sessions(db, before=before))
