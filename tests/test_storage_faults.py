@@ -3,24 +3,32 @@
 import asyncio
 import contextlib
 import json
+import os
+import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.config import ServeConfig
 from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
+from holdfast.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.lifecycle import open_storage
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said
 from tests.test_grpc import create
+from tests.test_journal import HEAVY, session
+from tests.test_journal import turn as recorded
 from tests.transferring import downloaded, exported, history_of, imported, told, turn
 
 
@@ -250,6 +258,129 @@ async def test_a_directory_of_another_tokenizer_is_refused_by_name(
     with pytest.raises(ConfigError, match=r"model\.json is damaged"):
         async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
             pass
-    noted.write_text(json.dumps(facts))
-    async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
-        pass
+    noted.write_text("")  # a loss of power, where an earlier version wrote it
+    async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        assert len((await client.get("/sessions")).json()["data"]) == 1
+    assert json.loads(noted.read_text()) == facts
+
+
+# Loss of power
+
+
+class Disk:
+    """What of a directory would be left if the power failed now, by what was synced.
+
+    The contents of SQLite's own files count as synced, and the name of its log: SQLite is trusted with those.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._names: dict[int, dict[str, int]] = {}  # directory -> its names when it was synced
+        self._contents: dict[int, bytes] = {}  # file -> its content when it was synced
+
+    def sync(self, file: int) -> None:
+        inode = os.fstat(file).st_ino
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            self._names[inode] = {entry.name: entry.inode() for entry in os.scandir(file)}
+        else:
+            [path] = [path for path in self._root.rglob("*") if path.stat().st_ino == inode]
+            self._contents[inode] = path.read_bytes()
+
+    def left(self, folder: Path | None = None, *, has_new_names: bool) -> dict[Path, bytes | None]:
+        """Files and directories after the loss. Names that were not synced may be there (`has_new_names`) or not."""
+        folder = folder or self._root
+        names = self._names.get(folder.stat().st_ino, {})
+        found: dict[Path, bytes | None] = {}
+        for path in sorted(folder.iterdir()):
+            inode = path.stat().st_ino
+            if not (has_new_names or names.get(path.name) == inode or path.name.endswith("-wal")):
+                continue
+            is_database = path.name.startswith("journal.db")
+            if path.is_dir():
+                found |= {path: None} | self.left(path, has_new_names=has_new_names)
+            else:
+                found[path] = path.read_bytes() if is_database else self._contents.get(inode, b"")
+        return found
+
+    @contextlib.contextmanager
+    def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """`on_change` is called after everything that our own code does to files."""
+
+        def wrapped(name: str) -> Callable[..., Any]:
+            plain = getattr(os, name)
+
+            def call(*values: Any, **options: Any) -> Any:
+                result = plain(*values, **options)
+                if name == "fsync":
+                    self.sync(*values)
+                on_change()
+                return result
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("open", "mkdir", "write", "pwrite", "ftruncate", "replace", "unlink", "fsync"):
+                patch.setattr(os, name, wrapped(name))
+            yield
+
+
+async def test_a_loss_of_power_at_any_moment_leaves_a_directory_that_opens_with_all_that_was_acknowledged(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    disk = Disk(root)
+    model = replace(servers.model_of(SlowEngine()), tokenizer_hash="abcd")
+    replies: dict[int, bytes] = {}
+    losses: list[tuple[dict[Path, bytes | None], dict[int, bytes]]] = []
+
+    def lose_power() -> None:
+        for has_new_names in (True, False):
+            loss = (disk.left(has_new_names=has_new_names), dict(replies))
+            if loss not in losses:
+                losses.append(loss)
+
+    @contextlib.asynccontextmanager
+    async def opened(folder: Path) -> Any:
+        with open_storage(ServeConfig(data_dir=str(folder / "a" / "data")), Metrics(), model) as storage:
+            try:
+                yield storage.journal
+            finally:
+                await storage.journal.close()
+
+    with disk.watched(lose_power):
+        for numbers in ((1, 2), (3,)):
+            async with opened(root) as journal:
+                if numbers[0] == 1:
+                    await journal.write(session())
+                for number in numbers:
+                    reply = bytes([number]) * (HEAVY if number % 2 else 9)
+                    await journal.write(recorded(number, response=reply))
+                    replies[number] = reply
+                    lose_power()
+    assert len(losses) > 10
+    assert len(losses[-1][1]) == 3
+    for index, (files, acknowledged) in enumerate(losses):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        for path, content in files.items():
+            copy = folder / path.relative_to(root)
+            copy.mkdir() if content is None else copy.write_bytes(content)
+        async with opened(folder) as journal:
+            for number, reply in acknowledged.items():
+                assert await journal.read_response("a", number) == reply
+        shutil.rmtree(folder)
+
+
+async def test_a_disk_that_is_full_at_start_loses_nothing_and_it_says_how_to_make_room(
+    small_disk: Path,
+) -> None:
+    data = small_disk / "data"
+    session_id, texts = await _left_behind(data)
+    filler = _filled(small_disk)
+    with pytest.raises(ConfigError, match=r"No session is lost: .*free some space .*snapshots are caches"):
+        async with serving(wordy_engine(), default_chat(), data_dir=str(data)):
+            pass
+    filler.unlink()
+    async with serving(wordy_engine(), default_chat(), data_dir=str(data)) as server, client_of(server) as client:
+        await _talk(client, session_id, *texts, "b")
