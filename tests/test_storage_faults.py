@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +17,18 @@ from typing import Any
 
 import pytest
 
+from holdfast.cli import main
 from holdfast.config import ServeConfig
 from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
 from holdfast.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.lifecycle import open_storage
+from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
-from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said
+from tests.talking import chat_path, client_of, error_of, eventually, open_session, refusal_of, said
 from tests.test_grpc import create
 from tests.test_journal import HEAVY, session
 from tests.test_journal import turn as recorded
@@ -384,3 +387,60 @@ async def test_a_disk_that_is_full_at_start_loses_nothing_and_it_says_how_to_mak
     filler.unlink()
     async with serving(wordy_engine(), default_chat(), data_dir=str(data)) as server, client_of(server) as client:
         await _talk(client, session_id, *texts, "b")
+
+
+async def test_a_deleted_log_makes_a_server_unready_and_refuses_turns_until_it_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repair = SqliteJournal._repair
+    may_repair = threading.Event()
+
+    def repair_later(journal: SqliteJournal) -> None:
+        if not may_repair.is_set():
+            raise OSError("journal.db-wal was deleted or replaced while the server runs")
+        repair(journal)
+
+    monkeypatch.setattr(SqliteJournal, "_repair", repair_later)
+    async with (
+        serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)) as server,
+        client_of(server) as client,
+    ):
+        session_id = await open_session(client)
+        texts = await _talk(client, session_id, "a")
+        (tmp_path / "journal.db-wal").unlink()
+        refused = await client.post(chat_path(session_id), json=said(*texts, "b"))
+        assert refusal_of(refused) == (503, "journal_failed")
+        assert "journal.db-wal was deleted" in error_of(refused)["message"]
+        unready = await client.get("/readyz")
+        assert unready.status_code == 503
+        assert "journal.db-wal was deleted" in unready.text
+        may_repair.set()
+        await eventually(lambda: client.get("/readyz"), lambda answer: answer.status_code == 200)
+        texts = await _talk(client, session_id, *texts, "b")
+        shutil.copytree(tmp_path, tmp_path / "crashed")
+    async with (
+        serving(wordy_engine(), default_chat(), data_dir=str(tmp_path / "crashed")) as server,
+        client_of(server) as client,
+    ):
+        kept = (await client.get(f"/sessions/{session_id}")).json()["messages"]
+        assert [message["content"] for message in kept] == texts
+
+
+async def test_what_the_salvage_command_saves_goes_on_in_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, saved = tmp_path / "data", tmp_path / "saved"
+    async with serving(wordy_engine(), default_chat(), data_dir=str(data)) as server, client_of(server) as client:
+        whole, damaged = await open_session(client), await open_session(client)
+        texts = await _talk(client, whole, "a")
+        await _talk(client, damaged, *await _talk(client, damaged, "a"), "text to be found")
+    database = data / "journal.db"
+    database.write_bytes(database.read_bytes().replace(b"text to be found", b"text to be f0und"))
+    command = ["sessions", "salvage", str(data), "--out", str(saved)]
+    assert await asyncio.to_thread(main, command) == 1
+    said_so = capsys.readouterr()
+    assert said_so.out == f"{saved}: 1 session saved whole, 1 damaged\n"
+    assert f"session {damaged}: the first 1 turns were saved" in said_so.err
+    async with serving(wordy_engine(), default_chat(), data_dir=str(saved)) as server, client_of(server) as client:
+        await _talk(client, whole, *texts, "b")
+        assert (await client.get(f"/sessions/{damaged}")).json()["turns"] == 1
