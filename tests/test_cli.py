@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
-from holdfast.models import GGUFSource
+from holdfast.models import GGUFSource, open_model
 
 COMMAND = [sys.executable, "-m", "holdfast.cli"]
 SMALL = ["--max-pin", "40", "--rewind-tokens", "16"]
@@ -146,9 +146,15 @@ def test_an_unusable_command_line_shows_usage() -> None:
         assert "usage: holdfast" in done.stderr
 
 
-def test_models_can_be_listed_pulled_and_inspected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "list"]) == 0
-    assert "smollm2" in capsys.readouterr().out
+def test_models_can_be_listed_pulled_verified_and_inspected(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    for arguments in ([], ["list"]):
+        assert main(["models", *arguments]) == 0
+        assert f"on this machine: {open_model().path}\n" in capsys.readouterr().out  # never cut
+    assert main(["models", "verify"]) == 0
+    assert f"{open_model().path}: ok, SHA-256 " in capsys.readouterr().out
     assert main(["models", "pull"]) == 0
     assert capsys.readouterr().out.strip().endswith(".gguf")
     assert main(["models", "info"]) == 0

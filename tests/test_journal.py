@@ -42,10 +42,15 @@ from holdfast.sessions.journal.base import (
     TurnDelivered,
     TurnRecorded,
 )
+from holdfast.sessions.journal.files import write_file
+from holdfast.sessions.journal.salvage import salvage
+from holdfast.sessions.journal.segments import Segments
+from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.record import TemplateInputs, TurnFacts, TurnRecord
 from tests import journaling
 from tests.effort import examples
+from tests.talking import until
 
 REPOSITORY = Path(__file__).parent.parent
 HEAVY = 100_000  # bytes: beyond what goes into the database
@@ -508,6 +513,10 @@ import asyncio, resource, sys
 from array import array
 from pathlib import Path
 from holdfast.errors import JournalFailed
+from holdfast.sessions.journal.files import write_file
+from holdfast.sessions.journal.salvage import salvage
+from holdfast.sessions.journal.segments import Segments
+from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests.test_journal import session, turn
 
@@ -636,6 +645,122 @@ async def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["lock", "journal.db-wal"])
+async def test_a_deleted_lock_or_log_is_noticed_and_costs_nothing_that_was_acknowledged(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path, recover_s=0.01) as journal:
+        await journal.write(session(), turn(1))
+        (tmp_path / name).unlink()
+        with pytest.raises(ConfigError, match="in use by another Holdfast"):
+            SqliteJournal(tmp_path)
+        await until(lambda: f"{name} was deleted or replaced while the server runs" in caplog.text)
+        await until(lambda: journal.health is None)
+        assert (tmp_path / name).exists()
+        await journal.write(turn(2))
+        shutil.copytree(tmp_path, tmp_path / "crashed")
+    async with opened(tmp_path / "crashed") as journal:
+        assert [known.number for known in (await journal.read_session("a")).turns] == [1, 2]
+
+
+async def test_no_write_is_acknowledged_into_a_log_that_was_deleted(tmp_path: Path) -> None:
+    async with opened(tmp_path, recover_s=60) as journal:
+        await journal.write(session(), turn(1))
+        (tmp_path / "journal.db-wal").unlink()
+        with pytest.raises(JournalFailed, match=r"journal\.db-wal was deleted or replaced"):
+            await journal.write(turn(2))
+        assert "journal.db-wal was deleted" in str(journal.health)
+        assert [known.number for known in (await journal.read_session("a")).turns] == [1]
+
+
+async def test_a_log_that_is_deleted_during_a_commit_does_not_take_it_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, recover_s=60) as journal:
+        await journal.write(session())
+        sync = Segments.sync
+
+        def delete_and_sync(segments: Segments) -> None:
+            (tmp_path / "journal.db-wal").unlink()
+            monkeypatch.setattr(Segments, "sync", sync)
+
+        monkeypatch.setattr(Segments, "sync", delete_and_sync)
+        await journal.write(turn(1))
+        assert journal.health is None
+        shutil.copytree(tmp_path, tmp_path / "crashed")
+    async with opened(tmp_path / "crashed") as journal:
+        assert [known.number for known in (await journal.read_session("a")).turns] == [1]
+
+
+async def test_a_database_that_is_deleted_or_replaced_can_still_be_read_but_not_written(tmp_path: Path) -> None:
+    async with opened(tmp_path, recover_s=0.01) as journal:
+        await journal.write(session(), turn(1))
+        shutil.copy(tmp_path / "journal.db", tmp_path / "copy")
+        (tmp_path / "copy").replace(tmp_path / "journal.db")
+        with pytest.raises(JournalFailed, match=r"journal\.db was deleted or replaced"):
+            await journal.write(turn(2))
+        await until(lambda: "holdfast sessions export" in str(journal.health))
+        assert await journal.read_response("a", 1) == b"answered"
+
+
+async def test_a_reply_is_not_acknowledged_into_a_segment_that_was_deleted(tmp_path: Path) -> None:
+    async with opened(tmp_path, recover_s=0.01) as journal:
+        await journal.write(session(), turn(1, response=b"1" * HEAVY))
+        (tmp_path / "segments" / "00000001.segment").unlink()
+        with pytest.raises(JournalFailed, match=r"00000001\.segment was deleted or replaced"):
+            await journal.write(turn(2, response=bytes(HEAVY)))
+        await until(lambda: journal.health is None)
+        await journal.write(turn(2, response=b"2" * HEAVY))
+        assert await journal.read_response("a", 2) == b"2" * HEAVY
+        with pytest.raises(StorageUnavailable, match="response of turn 1 of session a is damaged"):
+            await journal.read_response("a", 1)
+
+
+# Who may read it
+
+
+def modes(directory: Path) -> dict[str, str]:
+    paths = [directory, *directory.rglob("*")]
+    return {str(path.relative_to(directory)): f"{path.stat().st_mode & 0o7777:o}" for path in paths}
+
+
+def loosen(directory: Path, mode: int) -> None:
+    """As an earlier version, or a user, may have left it."""
+    (directory / "notes.txt").touch()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)
+    directory.chmod(mode)
+
+
+async def test_only_the_owner_may_read_a_data_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "data"
+    before = os.umask(0)
+    try:
+        async with opened(directory) as journal:
+            await journal.write(session(), turn(1, response=bytes(HEAVY)))
+            SnapshotStore(directory / "snapshots", budget_bytes=10_000).put("a", b"cache")
+            write_file(directory / "model.json", b"{}")
+            found = modes(directory)
+    finally:
+        os.umask(before)
+    folders = {".", "segments", "snapshots"}
+    assert found == dict.fromkeys(found, "600") | dict.fromkeys(folders, "700")
+    assert {"journal.db", "journal.db-wal", "journal.db-shm", "lock", "model.json"} < found.keys()
+
+
+@pytest.mark.parametrize(("mode", "left"), [(0o755, "600"), (0o2750, "640")])
+async def test_files_that_others_may_read_are_made_private_and_a_shared_groups_are_left_to_it(
+    tmp_path: Path, mode: int, left: str
+) -> None:
+    await written(tmp_path)
+    loosen(tmp_path, mode)
+    async with opened(tmp_path):
+        found = modes(tmp_path)
+    assert (found["journal.db"], found["segments/00000001.segment"], found["lock"]) == (left, left, left)
+    assert (found["notes.txt"], found["."]) == ("644", f"{mode:o}")
+
+
 # Damage
 
 
@@ -676,6 +801,89 @@ async def test_a_damaged_database_is_refused_by_name_with_advice(
     break_it(tmp_path / "journal.db")
     with pytest.raises(ConfigError, match=r"journal\.db is damaged: .*backup"):
         SqliteJournal(tmp_path)
+
+
+async def many_written(directory: Path) -> dict[str, list[Any]]:
+    """A directory of several pages: what is in it, step by step."""
+    expected: dict[str, list[Any]] = {}
+    async with opened(directory) as journal:
+        for number in range(1, 13):
+            session_id = f"{number:02d}"
+            is_chat = number % 2 == 0
+            await journal.write(session(session_id, number, kind="chat" if is_chat else "tokens"))
+            steps: list[Entry] = [TokensGiven(session_id, array("i", range(200 * index))) for index in range(1, 6)]
+            if is_chat:
+                body = bytes(HEAVY if number == 2 else 10)
+                steps = [turn(index, session_id, response=body, reward=index / 2) for index in range(1, 6)]
+            for step in steps:
+                await journal.write(step)
+            expected[session_id] = [without_bodies(step) if isinstance(step, TurnRecorded) else step for step in steps]
+        await journal.write(Rewarded("03", None, 0.5), SessionClosed("04", "closed", 9.0))
+    return expected
+
+
+async def salvaged(source: Path, target: Path, expected: dict[str, list[Any]]) -> int:
+    """How many sessions were saved whole; what was saved is as it was written, and what was not is told."""
+    found = {one.session_id: one for one in await salvage(source, target)}
+    num_whole = 0
+    async with opened(target) as journal:
+        for session_id, steps in expected.items():
+            try:
+                known = await journal.read_session(session_id)
+            except SessionNotFound:
+                assert session_id not in found or found[session_id].problem
+                continue
+            assert (known.failure, list(known.steps)) == (None, steps[: len(known.steps)])
+            assert found[session_id].problem or len(known.steps) == len(steps)
+            assert found[session_id].num_steps == len(known.steps)
+            num_whole += not found[session_id].problem
+            for one in known.turns:
+                assert len(await journal.read_response(session_id, one.number)) in (10, HEAVY)
+    return num_whole
+
+
+async def test_all_of_a_directory_that_is_not_damaged_is_salvaged(tmp_path: Path) -> None:
+    expected = await many_written(tmp_path / "data")
+    assert await salvaged(tmp_path / "data", tmp_path / "out", expected) == 12
+    async with opened(tmp_path / "out") as journal:
+        assert (await journal.read_session("03")).reward == 0.5
+        assert [gone.session_id for gone in journal.closed()] == ["04"]
+        assert (await journal.read_session("04")).turns[2].reward == 1.5
+        with pytest.raises(ConfigError, match="in use by a server"):
+            await salvage(tmp_path / "out", tmp_path / "third")
+    for source, target in (("missing", "third"), ("data", "out")):
+        with pytest.raises(ConfigError):
+            await salvage(tmp_path / source, tmp_path / target)
+
+
+@pytest.mark.parametrize("seed", range(examples(4)))
+async def test_what_is_salvaged_from_a_damaged_directory_is_as_it_was_written(tmp_path: Path, seed: int) -> None:
+    expected = await many_written(tmp_path / "data")
+    chance, path = random.Random(seed), tmp_path / "data" / "journal.db"
+    data = bytearray(path.read_bytes())
+    with contextlib.closing(sqlite3.connect(path)) as plain:
+        roots = dict(plain.execute("SELECT name, rootpage FROM sqlite_master"))
+    pages = set(range(2, len(data) // 4096)) - {roots["sessions"]}  # without these, nobody knows of any session
+    page = 4096 * (chance.choice(sorted(pages)) - 1)
+    damage = chance.choice(["zeros", "noise", "flips", "cut"])
+    if damage == "cut":
+        del data[-8192:]
+    elif damage == "flips":
+        data[page + 3] ^= 1  # the number of cells
+    else:
+        data[page : page + 4096] = bytes(4096) if damage == "zeros" else chance.randbytes(4096)
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="holdfast sessions salvage"):
+        SqliteJournal(tmp_path / "data")
+    assert await salvaged(tmp_path / "data", tmp_path / "out", expected) >= 1
+    assert path.read_bytes() == data
+
+
+async def test_a_directory_whose_every_page_is_noise_has_nothing_to_salvage(tmp_path: Path) -> None:
+    await written(tmp_path / "data")
+    (tmp_path / "data" / "journal.db").write_bytes(random.Random(1).randbytes(50_000))
+    with pytest.raises(ConfigError, match=r"nothing in .* can be read: .*; restore a backup"):
+        await salvage(tmp_path / "data", tmp_path / "out")
 
 
 async def test_a_segments_torn_tail_is_reported_and_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

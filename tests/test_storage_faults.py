@@ -3,24 +3,35 @@
 import asyncio
 import contextlib
 import json
+import os
+import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.cli import main
+from holdfast.config import ServeConfig
 from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
+from holdfast.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.lifecycle import open_storage
+from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
 from tests.serving import SHAPE, SlowEngine, default_chat, serving, wordy_engine
-from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said
+from tests.talking import chat_path, client_of, error_of, eventually, open_session, refusal_of, said
 from tests.test_grpc import create
+from tests.test_journal import HEAVY, session
+from tests.test_journal import turn as recorded
 from tests.transferring import downloaded, exported, history_of, imported, told, turn
 
 
@@ -250,6 +261,186 @@ async def test_a_directory_of_another_tokenizer_is_refused_by_name(
     with pytest.raises(ConfigError, match=r"model\.json is damaged"):
         async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
             pass
-    noted.write_text(json.dumps(facts))
-    async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)):
-        pass
+    noted.write_text("")  # a loss of power, where an earlier version wrote it
+    async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        assert len((await client.get("/sessions")).json()["data"]) == 1
+    assert json.loads(noted.read_text()) == facts
+
+
+# Loss of power
+
+
+class Disk:
+    """What of a directory would be left if the power failed now, by what was synced.
+
+    The contents of SQLite's own files count as synced, and the name of its log: SQLite is trusted with those.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._names: dict[int, dict[str, int]] = {}  # directory -> its names when it was synced
+        self._contents: dict[int, bytes] = {}  # file -> its content when it was synced
+
+    def sync(self, file: int) -> None:
+        inode = os.fstat(file).st_ino
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            self._names[inode] = {entry.name: entry.inode() for entry in os.scandir(file)}
+        else:
+            [path] = [path for path in self._root.rglob("*") if path.stat().st_ino == inode]
+            self._contents[inode] = path.read_bytes()
+
+    def left(self, folder: Path | None = None, *, has_new_names: bool) -> dict[Path, bytes | None]:
+        """Files and directories after the loss. Names that were not synced may be there (`has_new_names`) or not."""
+        folder = folder or self._root
+        names = self._names.get(folder.stat().st_ino, {})
+        found: dict[Path, bytes | None] = {}
+        for path in sorted(folder.iterdir()):
+            inode = path.stat().st_ino
+            if not (has_new_names or names.get(path.name) == inode or path.name.endswith("-wal")):
+                continue
+            is_database = path.name.startswith("journal.db")
+            if path.is_dir():
+                found |= {path: None} | self.left(path, has_new_names=has_new_names)
+            else:
+                found[path] = path.read_bytes() if is_database else self._contents.get(inode, b"")
+        return found
+
+    @contextlib.contextmanager
+    def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """`on_change` is called after everything that our own code does to files."""
+
+        def wrapped(name: str) -> Callable[..., Any]:
+            plain = getattr(os, name)
+
+            def call(*values: Any, **options: Any) -> Any:
+                result = plain(*values, **options)
+                if name == "fsync":
+                    self.sync(*values)
+                on_change()
+                return result
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("open", "mkdir", "write", "pwrite", "ftruncate", "replace", "unlink", "fsync"):
+                patch.setattr(os, name, wrapped(name))
+            yield
+
+
+async def test_a_loss_of_power_at_any_moment_leaves_a_directory_that_opens_with_all_that_was_acknowledged(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    disk = Disk(root)
+    model = replace(servers.model_of(SlowEngine()), tokenizer_hash="abcd")
+    replies: dict[int, bytes] = {}
+    losses: list[tuple[dict[Path, bytes | None], dict[int, bytes]]] = []
+
+    def lose_power() -> None:
+        for has_new_names in (True, False):
+            loss = (disk.left(has_new_names=has_new_names), dict(replies))
+            if loss not in losses:
+                losses.append(loss)
+
+    @contextlib.asynccontextmanager
+    async def opened(folder: Path) -> Any:
+        with open_storage(ServeConfig(data_dir=str(folder / "a" / "data")), Metrics(), model) as storage:
+            try:
+                yield storage.journal
+            finally:
+                await storage.journal.close()
+
+    with disk.watched(lose_power):
+        for numbers in ((1, 2), (3,)):
+            async with opened(root) as journal:
+                if numbers[0] == 1:
+                    await journal.write(session())
+                for number in numbers:
+                    reply = bytes([number]) * (HEAVY if number % 2 else 9)
+                    await journal.write(recorded(number, response=reply))
+                    replies[number] = reply
+                    lose_power()
+    assert len(losses) > 10
+    assert len(losses[-1][1]) == 3
+    for index, (files, acknowledged) in enumerate(losses):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        for path, content in files.items():
+            copy = folder / path.relative_to(root)
+            copy.mkdir() if content is None else copy.write_bytes(content)
+        async with opened(folder) as journal:
+            for number, reply in acknowledged.items():
+                assert await journal.read_response("a", number) == reply
+        shutil.rmtree(folder)
+
+
+async def test_a_disk_that_is_full_at_start_loses_nothing_and_it_says_how_to_make_room(
+    small_disk: Path,
+) -> None:
+    data = small_disk / "data"
+    session_id, texts = await _left_behind(data)
+    filler = _filled(small_disk)
+    with pytest.raises(ConfigError, match=r"No session is lost: .*free some space .*snapshots are caches"):
+        async with serving(wordy_engine(), default_chat(), data_dir=str(data)):
+            pass
+    filler.unlink()
+    async with serving(wordy_engine(), default_chat(), data_dir=str(data)) as server, client_of(server) as client:
+        await _talk(client, session_id, *texts, "b")
+
+
+async def test_a_deleted_log_makes_a_server_unready_and_refuses_turns_until_it_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repair = SqliteJournal._repair
+    may_repair = threading.Event()
+
+    def repair_later(journal: SqliteJournal) -> None:
+        if not may_repair.is_set():
+            raise OSError("journal.db-wal was deleted or replaced while the server runs")
+        repair(journal)
+
+    monkeypatch.setattr(SqliteJournal, "_repair", repair_later)
+    async with (
+        serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)) as server,
+        client_of(server) as client,
+    ):
+        session_id = await open_session(client)
+        texts = await _talk(client, session_id, "a")
+        (tmp_path / "journal.db-wal").unlink()
+        refused = await client.post(chat_path(session_id), json=said(*texts, "b"))
+        assert refusal_of(refused) == (503, "journal_failed")
+        assert "journal.db-wal was deleted" in error_of(refused)["message"]
+        unready = await client.get("/readyz")
+        assert unready.status_code == 503
+        assert "journal.db-wal was deleted" in unready.text
+        may_repair.set()
+        await eventually(lambda: client.get("/readyz"), lambda answer: answer.status_code == 200)
+        texts = await _talk(client, session_id, *texts, "b")
+        shutil.copytree(tmp_path, tmp_path / "crashed")
+    async with (
+        serving(wordy_engine(), default_chat(), data_dir=str(tmp_path / "crashed")) as server,
+        client_of(server) as client,
+    ):
+        kept = (await client.get(f"/sessions/{session_id}")).json()["messages"]
+        assert [message["content"] for message in kept] == texts
+
+
+async def test_what_the_salvage_command_saves_goes_on_in_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, saved = tmp_path / "data", tmp_path / "saved"
+    async with serving(wordy_engine(), default_chat(), data_dir=str(data)) as server, client_of(server) as client:
+        whole, damaged = await open_session(client), await open_session(client)
+        texts = await _talk(client, whole, "a")
+        await _talk(client, damaged, *await _talk(client, damaged, "a"), "text to be found")
+    database = data / "journal.db"
+    database.write_bytes(database.read_bytes().replace(b"text to be found", b"text to be f0und"))
+    command = ["sessions", "salvage", str(data), "--out", str(saved)]
+    assert await asyncio.to_thread(main, command) == 1
+    said_so = capsys.readouterr()
+    assert said_so.out == f"{saved}: 1 session saved whole, 1 damaged\n"
+    assert f"session {damaged}: the first 1 turns were saved" in said_so.err
+    async with serving(wordy_engine(), default_chat(), data_dir=str(saved)) as server, client_of(server) as client:
+        await _talk(client, whole, *texts, "b")
+        assert (await client.get(f"/sessions/{damaged}")).json()["turns"] == 1

@@ -6,13 +6,17 @@ import dataclasses
 import hashlib
 import json
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.backends.embedded import EmbeddedBackend
 from holdfast.chat.template import ChatTemplate
@@ -28,7 +32,8 @@ from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import decode, encode
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers
-from tests.serving import SHAPE, Server, SlowEngine, default_chat, held, model_of, serving, wordy_engine
+from tests.effort import examples
+from tests.serving import SHAPE, Server, SlowEngine, default_chat, held, model_of, serving, serving_aside, wordy_engine
 from tests.talking import chat_path, client_of, error_of, eventually, open_session, refusal_of, said, until
 from tests.test_grpc import create, info, refused
 from tests.test_relay import chatting
@@ -497,6 +502,15 @@ async def test_a_chat_needs_a_server_that_chats_as_it_did() -> None:
         {"reply": b'{"role": "parrot"}'},
         {"root": b"[]"},
         {"root": b'{"tools": "x", "variables": "{}"}'},
+        {"root": b'{"tools": "{}", "variables": "{}"}'},
+        {"root": b'{"tools": "[]", "variables": "[1]"}'},
+        {"root": b'{"tools": "[]", "variables": "{\\"self\\": 1}"}'},
+        {"messages": b'[{"role": "user", "content": null}]'},
+        {"reply": b'{"role": "user", "content": "x"}'},
+        {"request": b'{"messages": 5}'},
+        {"request": b'{"x": ' + b"[" * 300 + b"]" * 300 + b"}"},
+        {"response": b'{"routed_experts": 1, "x": ' + b"[" * 900 + b"]" * 900 + b"}"},
+        {"num_control": 2**64 - 1},
         {"facts": b"1"},
         {"facts": b'{"routed_experts": [0, 1000000]}'},
         {"facts": b'{"indexer_topk": [5, 5]}'},
@@ -514,6 +528,155 @@ async def test_a_chat_that_no_server_wrote_is_refused(change: dict[str, Any], ch
     answer = await abroad.post("/sessions/import", content=changed)
     assert (refusal_of(answer), error_of(answer)["reason"]) == ((400, "invalid_argument"), "damaged")
     assert (await abroad.get("/sessions")).json()["data"] == []
+
+
+def _sections(data: bytes) -> list[tuple[bytes, Any]]:
+    """The sections of a session file, decoded, but for the last one."""
+    found: list[tuple[bytes, Any]] = []
+    at = 12
+    while data[at : at + 4] != b"END!":
+        size = int.from_bytes(data[at + 4 : at + 12], "little")
+        content = data[at + 12 : at + 12 + size]
+        found.append((data[at : at + 4], content if data[at : at + 4] == b"SNAP" else msgspec.msgpack.decode(content)))
+        at += 12 + size
+    return found
+
+
+def _sealed(sections: list[tuple[bytes, Any]]) -> bytes:
+    """A session file with a digest that fits: what a stranger could send."""
+    data = b"HOLDFAST" + (1).to_bytes(4, "little")
+    for tag, record in [*sections, (b"END!", bytes(32))]:
+        content = record if isinstance(record, bytes) else msgspec.msgpack.encode(record)
+        data += tag + len(content).to_bytes(8, "little") + content
+    return data[:-32] + hashlib.blake2b(data[:-32], digest_size=32).digest()
+
+
+_NUMBERS = [-1, 0, 1, 2, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**64 - 1, -1e300, 1e300, float("nan"), float("inf"), -0.0]
+_TEXTS = ["", "\0", "x", "9" * 5000, "[1]", "7", "null", '{"self": 1}', "<|im_end|>", "y" * 70_000, "../x"]
+_plain = [None, True, *_NUMBERS, *_TEXTS, [], {}, [1], ["x"], [[0, 5]], {"a": 1}]
+_deep = [b"[" * depth + b"]" * depth for depth in (100, 300, 900, 5000)]
+_binary = [b"", b"\0" * 4, b"\xff" * 8, b"1e999", b"9" * 5000, *_deep]
+_binary += [b'{"routed_experts": 1, "x": ' + deep + b"}" for deep in _deep]
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Everywhere that something stands in a record: also in the JSON that is in it."""
+    yield at
+    inner = _json_in(value)
+    if inner is not None:
+        yield from list(_places(inner, (*at, _json_in)))[1:]
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _places(item, (*at, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _places(item, (*at, index))
+
+
+def _json_in(value: Any) -> Any:
+    """The object or list that a text spells, or None."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value, bytes | str) and value[:1] in (b"{", b"[", "{", "["):
+            return json.loads(value)
+    return None
+
+
+def _put(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """`value` with `new` at that place, or without what was there where `new` is `_put`."""
+    if not place:
+        return new
+    key, *rest = place
+    if key is _json_in:
+        text = json.dumps(_put(_json_in(value), tuple(rest), new))
+        return text.encode() if isinstance(value, bytes) else text
+    changed = value.copy()
+    if new is _put and not rest:
+        del changed[key]
+    else:
+        changed[key] = _put(value[key], tuple(rest), new)
+    return changed
+
+
+@pytest.mark.parametrize("kind", ["chat", "tokens"])
+def test_a_crafted_file_is_refused_or_makes_a_session_with_which_everything_works(tmp_path: Path, kind: str) -> None:
+    accepted: list[str] = []
+    options = {"data_dir": str(tmp_path), "max_parked": 10_000, "snapshot_memory_mb": 0, "snapshot_disk_mb": 0}
+
+    def works(client: httpx.Client, session: str) -> bytes:
+        """The session as a file, after everything that can be asked of it was answered, if only with a refusal."""
+        path = f"/sessions/{session}"
+        body = {"branch": "all", "format": "json", "min_weight_version": 1}
+        answers = [
+            client.get(f"{path}?branches=all"),
+            client.get(f"{path}?payloads=false"),
+            client.get("/sessions"),
+            client.post(f"{path}/samples"),
+            client.post(f"{path}/samples", json=body),
+            client.post(f"{path}/fork", json={}),
+            client.post(chat_path(session), json=said("another beginning", max_tokens=1)),
+            client.post(chat_path(session), json=said("a", texts[0], "b", texts[1], "c", max_tokens=1)),
+        ]
+        assert {(one.status_code, one.text[:200]) for one in answers if one.status_code >= 500} == set()
+        assert answers[0].status_code == (200 if kind == "chat" else 400)
+        exported = client.get(f"{path}/export")
+        assert exported.status_code == 200, exported.text
+        client.delete(f"/sessions/{answers[5].json().get('session_id', '')}")
+        return exported.content
+
+    def client_at(server: Server) -> httpx.Client:
+        return httpx.Client(base_url=f"http://{server.http}", timeout=60, verify=False)
+
+    with serving_aside(wordy_engine(forward_s=0), default_chat(), **options) as server, client_at(server) as client:
+        session = str(client.post("/sessions", json={"metadata": {"a": "b"}, "group": "g"}).json()["session_id"])
+        texts: list[str] = []
+        for text in ("a", "b"):
+            said_now = said(*[one for pair in zip(("a", "b"), texts, strict=False) for one in pair], text)
+            answer = client.post(chat_path(session), json=said_now)
+            texts.append(answer.json()["choices"][0]["message"]["content"])
+        whole = client.get(f"/sessions/{session}/export?snapshot=false").content
+        if kind == "tokens":
+            whole = _as_tokens(whole)
+        sections = _sections(whole)
+        assert client.post("/sessions/import", content=_sealed(sections)).status_code == 200
+
+        places = [(index, place) for index, (_, record) in enumerate(sections) for place in _places(record) if place]
+
+        @settings(max_examples=examples(40), deadline=None, database=None)
+        @given(
+            st.lists(
+                st.tuples(st.sampled_from(places), st.sampled_from([_put, *_plain, *_binary])), min_size=1, max_size=2
+            )
+        )
+        def try_one(changes: Any) -> None:
+            changed = sections.copy()
+            for (index, place), new in changes:
+                tag, record = changed[index]
+                with contextlib.suppress(TypeError, LookupError, AttributeError):  # no place for bytes, or gone
+                    changed[index] = tag, _put(record, place, new)
+            answer = client.post("/sessions/import", content=_sealed(changed))
+            assert answer.status_code in (200, 400), answer.text
+            if answer.status_code == 200:
+                exported = works(client, answer.json()["session_id"])
+                again = client.post("/sessions/import", content=exported)
+                assert again.status_code == 200, again.text
+                client.delete(f"/sessions/{again.json()['session_id']}")
+                accepted.append(answer.json()["session_id"])
+
+        try_one()
+    with serving_aside(wordy_engine(forward_s=0), default_chat(), **options) as server, client_at(server) as client:
+        for session in accepted:
+            works(client, session)
+
+
+def _as_tokens(data: bytes) -> bytes:
+    """A file of a token session with the same history."""
+    (_, head), *turns = _sections(data)
+    spans: list[tuple[bytes, Any]] = []
+    for _, one in turns:
+        logprobs = {name: one[name] for name in ("logprobs", "sampling_logprobs")}
+        spans.append((b"SPAN", {"kind": "given", "tokens": one["given"]}))
+        spans.append((b"SPAN", {"kind": "sampled", "tokens": one["sampled"], "stop_reason": "eos"} | logprobs))
+    return _sealed([(b"HEAD", head | {"kind": "tokens"}), *spans])
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -16,9 +17,11 @@ from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
 from holdfast.errors import HoldfastError, InvalidArgument, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
-from holdfast.sessions.record import without
+from holdfast.sessions.record import TemplateInputs, without
 from holdfast.sessions.transfers import ChatContent
 from holdfast.sessions.view import SessionView
+
+_MAX_DEPTH = 256  # of JSON in an imported session
 
 
 class Trajectories:
@@ -159,6 +162,8 @@ class ChatService:
             trajectory = Trajectory.of_stored(stored)
             for node in trajectory.tree.nodes:
                 _check_imported(node)
+            for root in {node.turn.root for node in trajectory.tree.nodes}:
+                self._check_root(root)
         except (HoldfastError, msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as exc:
             raise SessionFileRefused(f"invalid session file: {exc}", reason="damaged") from exc
 
@@ -169,6 +174,17 @@ class ChatService:
             self._trajectories.add(trajectory)
 
         return take_over
+
+    def _check_root(self, root: TemplateInputs) -> None:
+        """Raises ValueError or HoldfastError where tools or variables cannot be rendered."""
+        tools, variables = msgspec.json.decode(root.tools), msgspec.json.decode(root.variables)
+        if not isinstance(tools, list) or not isinstance(variables, dict):
+            raise ValueError("tools must be a JSON list, and template variables a JSON object")
+        _check_depth([tools, variables], "the template's input")
+        try:
+            self.setup.chat.continuation.root(tools, variables)
+        except TypeError as exc:
+            raise ValueError(f"tools or template variables cannot be rendered: {exc}") from exc
 
     async def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
         """Set the reward of a session, or of one of its turns."""
@@ -231,16 +247,36 @@ class ChatService:
 def _check_imported(node: Node) -> None:
     """Raises if a turn from a file is not valid: nothing else checks it before it is used."""
     turn = node.turn
-    read_messages([*turn.messages, turn.reply])
-    for text in (turn.root.tools, turn.root.variables):
-        msgspec.json.decode(text)
+    messages = [*turn.messages, turn.reply]
+    if read_messages(messages) != messages or turn.reply["role"] != "assistant":
+        raise ValueError(f"the messages of turn {turn.number} are not as a server records them")
     response = turn.response or b""
-    for name, body in (("request", turn.request or b""), ("response", response)):
-        if not isinstance(msgspec.json.decode(body), dict):
-            raise ValueError(f"the {name} of turn {turn.number} is not a JSON object")
+    request, reply = (_json_object(body, f"turn {turn.number}") for body in (turn.request or b"", response))
+    if not isinstance(request.get("messages", []), list):
+        raise ValueError(f"the messages in the request of turn {turn.number} are not a list")
+    for part in (request, reply, turn.facts.sampling):
+        _check_depth(part, f"turn {turn.number}")
     for ranges in ([turn.facts.routed_experts], [turn.facts.indexer_topk], turn.facts.cut):
         at = 0
         for start, end in (part for part in ranges if isinstance(part, tuple)):
             if not at <= start < end <= len(response):
                 raise ValueError(f"turn {turn.number} names byte ranges that its response does not have")
             at = end
+
+
+def _json_object(body: bytes, where: str) -> dict[str, Any]:
+    value = msgspec.json.decode(body)
+    if not isinstance(value, dict):
+        raise ValueError(f"a request or response of {where} is not a JSON object")
+    return value
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Raises ValueError for JSON that is nested more deeply than all who read it can follow."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        containers = [one for one in level if isinstance(one, dict | list)]
+        if not containers:
+            return
+        level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
+    raise ValueError(f"{where} has JSON that is nested more than {_MAX_DEPTH} levels deep")

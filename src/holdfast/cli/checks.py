@@ -126,7 +126,7 @@ def check_data(data: DataDirectory | None) -> Finding:
     if data.is_in_use:
         return Finding(what, "problem", f"{data.path} is in use by another server: stop that server, {other}")
     if data.damage:
-        advice = "restore a backup, or move the directory away"
+        advice = f"restore a backup, or run: holdfast sessions salvage {data.path} --out NEW_DIRECTORY"
         return Finding(what, "problem", f"the journal in {data.path} cannot be used ({data.damage}): {advice}")
     record = f"{data.num_open} open sessions and {data.num_closed} closed" if data.exists else "will be created"
     about = f"{data.path}: {record}, {data.free_bytes / _GB:.1f} GB free"

@@ -153,7 +153,7 @@ def find_data(path: Path) -> DataDirectory:
     else:
         left_over = (name for name in ("journal.db-wal", "segments") if (path / name).exists())
         damage = next((f"journal.db is missing, but {name} exists" for name in left_over), "")
-    is_in_use = _is_locked(path / "lock")
+    is_in_use = _is_locked(path) or _is_locked(path / "lock")
     return replace(found, is_in_use=is_in_use, num_open=num_open, num_closed=num_closed, damage=damage)
 
 
@@ -171,16 +171,19 @@ def _damage(connection: sqlite3.Connection) -> str:
     return "" if problem == "ok" else " ".join(problem.split())
 
 
-def _is_locked(lock: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     try:
-        file = lock.open("rb")
+        file = os.open(path, os.O_RDONLY)
     except OSError:
         return False
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a network file system that locks only files
+        return False
+    finally:
+        os.close(file)
     return False
 
 

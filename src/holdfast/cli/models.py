@@ -1,4 +1,4 @@
-"""`holdfast models`: list, pull and inspect models; how much memory a model and its sessions take."""
+"""`holdfast models`: list, pull, verify and inspect models; how much memory a model and its sessions take."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from holdfast.config import DEFAULT_MODEL
 from holdfast.engine.slab import SlabShape
@@ -20,23 +19,28 @@ _MB = 1_000_000
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("models", help="list, pull and inspect models", description=__doc__)
-    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    parser = commands.add_parser("models", help="list, pull, verify and inspect models", description=__doc__)
+    parser.set_defaults(run=_list)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
     listing = actions.add_parser("list", help="list the bundled models and whether they are on this machine")
     listing.set_defaults(run=_list)
     pulling = actions.add_parser("pull", help="download a bundled model to this machine")
     pulling.add_argument("model", nargs="?", default=DEFAULT_MODEL, choices=list(BUNDLED), help="default: %(default)s")
     pulling.set_defaults(run=_pull)
+    verifying = actions.add_parser("verify", help="check that a bundled model's file is the one that was published")
+    verifying.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, choices=list(BUNDLED), help="default: %(default)s"
+    )
+    verifying.set_defaults(run=_verify)
     info = actions.add_parser("info", help="show a model's architecture and the memory of a session")
     info.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a bundled name, a GGUF file or a directory")
     info.set_defaults(run=_info)
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    table = Table("model", "description", "license", "on this machine")
     for model in BUNDLED.values():
-        table.add_row(model.name, model.description, model.license, str(model.path or "no; run holdfast models pull"))
-    Console().print(table)
+        where = f"on this machine: {model.path}" if model.path else f"not here; run: holdfast models pull {model.name}"
+        print(f"{model.name}\n  {model.description}, {model.license}\n  {where}")
     return 0
 
 
@@ -49,12 +53,19 @@ def _pull(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    model = BUNDLED[arguments.model]
+    path = open_model(model.name).path
+    model.check_digest(path)
+    print(f"{path}: ok, SHA-256 {model.sha256}")
+    return 0
+
+
 def _info(arguments: argparse.Namespace) -> int:
     source = open_model(arguments.model)
     arch = source.architecture
     per_token = token_bytes(arch, "bfloat16")
     size = sum(file.stat().st_size for file in source.weight_files)
-    table = Table(show_header=False, box=None)
     for name, value in (
         ("name", source.name),
         ("path", source.path),
@@ -67,8 +78,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("cache per token", f"{per_token:,} bytes in bfloat16"),
         ("full window of 4 + 2048", f"{2052 * per_token / _MB:,.1f} MB in bfloat16"),
     ):
-        table.add_row(f"[dim]{name}[/]", str(value))
-    Console().print(table)
+        print(f"{name:24} {value}")
     return 0
 
 

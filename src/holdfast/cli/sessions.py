@@ -19,6 +19,7 @@ from rich.table import Table
 from holdfast.cli.client import add_server_flags, add_tls_flags, connected, post
 from holdfast.errors import ConfigError
 from holdfast.sessions.journal.base import closed_sessions, purge
+from holdfast.sessions.journal.salvage import salvage
 from holdfast.sessions.journal.sqlite import SqliteJournal
 
 _CHUNK_BYTES = 1 << 20
@@ -30,6 +31,9 @@ _IMPORT = """Create a session from a file that `holdfast sessions export` wrote,
 The server refuses a damaged file, and one whose tokens would mean something else to its model."""
 _PURGE = """Delete closed sessions permanently: tokens, turns, replies. Without SESSION, --closed or --older-than, those
 past the server's --retain-days. With an admin's key, or if the server has no keys, the sessions of all owners."""
+_SALVAGE = """Copy every session that can still be read from a damaged data directory to a new one, which a server can
+then use. Of a session that is damaged in the middle, its intact beginning is saved. DIR is not changed. The exit code
+is 1 if something could not be saved."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SHOWN = 10
 
@@ -75,6 +79,11 @@ def register(commands: Any) -> None:
     add_tls_flags(purging)
     purging.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     purging.set_defaults(run=_purge)
+    about = "save what can be read of a damaged data directory"
+    salvaging = actions.add_parser("salvage", help=about, description=_SALVAGE)
+    salvaging.add_argument("directory", type=Path, metavar="DIR", help="a data directory that no server is using")
+    salvaging.add_argument("--out", type=Path, required=True, metavar="NEW", help="a new or empty directory")
+    salvaging.set_defaults(run=_salvage)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -220,6 +229,16 @@ async def _in_directory(arguments: argparse.Namespace, older_than_s: float | Non
     finally:
         await journal.close()
     return _purged(len(found))
+
+
+def _salvage(arguments: argparse.Namespace) -> int:
+    target: Path = arguments.out.expanduser()
+    found = asyncio.run(salvage(arguments.directory.expanduser(), target))
+    damaged = [session for session in found if session.problem]
+    for session in damaged:
+        print(f"session {session.session_id}: {session.problem}", file=sys.stderr)
+    print(f"{target}: {_counted(len(found) - len(damaged))} saved whole, {len(damaged)} damaged")
+    return 1 if damaged else 0
 
 
 def _is_confirmed(session_ids: Sequence[str]) -> bool:

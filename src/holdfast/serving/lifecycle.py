@@ -27,7 +27,7 @@ from holdfast.chats.trajectory import HistoryRules
 from holdfast.chats.turn import ChatSetup
 from holdfast.chats.upstream_turn import relay_to
 from holdfast.config import ChatConfig, ServeConfig
-from holdfast.errors import ConfigError, EngineDied, HoldfastError
+from holdfast.errors import ConfigError, EngineDied, HoldfastError, StorageUnavailable
 from holdfast.metrics import Metrics
 from holdfast.serving.grpc import GrpcServer, create_server
 from holdfast.serving.http import Upstream, create_app
@@ -43,6 +43,8 @@ from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
 from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
+from holdfast.sessions.journal.files import write_file
+from holdfast.sessions.journal.schema import room_advice, salvage_advice
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.ports import ModelInfo, ServedBackend
@@ -344,37 +346,43 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
             yield Storage(NoJournal(), snapshots)
         return
     directory = Path(config.data_dir).expanduser()
-    _check_tokenizer(directory, model)
+    noted = _noted_model(directory)
+    if noted and model.tokenizer_hash and noted["tokenizer_hash"] != model.tokenizer_hash:
+        raise ConfigError(
+            f"the data directory {directory} was used with {noted['name']!r}, which has another tokenizer than "
+            f"{model.name!r}; use another --data-dir, or serve that model"
+        )
     journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
     metrics.journal_cut_commits.set(journal.num_cut_commits)
     try:
-        _note_tokenizer(directory, model)
+        stored = tuple(journal.load())
+        if noted is None and model.tokenizer_hash:
+            if stored:
+                logger.warning("%s has no %s: its sessions are taken for those of %s", directory, _MODEL, model.name)
+            facts = {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
+            write_file(directory / _MODEL, json.dumps(facts).encode())
         snapshots = SnapshotStore(
             directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB, memory_budget_bytes=memory
         )
     except OSError as exc:
-        raise ConfigError(f"cannot use the data directory {directory}: {exc}") from exc
-    yield Storage(journal, snapshots, tuple(journal.load()))
+        raise ConfigError(f"cannot use the data directory {directory}: {exc}. {room_advice(directory)}") from exc
+    except StorageUnavailable as exc:
+        raise ConfigError(f"{exc}. {salvage_advice(directory)}") from exc
+    yield Storage(journal, snapshots, stored)
 
 
-def _check_tokenizer(directory: Path, model: ModelInfo) -> None:
+def _noted_model(directory: Path) -> dict[str, str] | None:
+    """The model that the directory was first used with; None where none is noted."""
     try:
-        theirs = json.loads((directory / _MODEL).read_text(encoding="utf-8"))
-        name, tokenizer_hash = str(theirs["name"]), str(theirs["tokenizer_hash"])
+        content = (directory / _MODEL).read_bytes()
+        if not content.strip(b"\0"):  # the power failed before it was on disk
+            return None
+        facts = json.loads(content)
+        return {name: str(facts[name]) for name in ("name", "tokenizer_hash")}
     except FileNotFoundError:
-        return
+        return None
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc})") from exc
-    if model.tokenizer_hash and tokenizer_hash != model.tokenizer_hash:
         raise ConfigError(
-            f"the data directory {directory} was used with {name!r}, which has another tokenizer than {model.name!r}; "
-            "use another --data-dir, or serve that model"
-        )
-
-
-def _note_tokenizer(directory: Path, model: ModelInfo) -> None:
-    path = directory / _MODEL
-    if model.tokenizer_hash and not path.exists():
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps({"name": model.name, "tokenizer_hash": model.tokenizer_hash}), encoding="utf-8")
-        fresh.replace(path)
+            f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc}); delete this file if you are sure "
+            "that the directory was used with the same model"
+        ) from exc

@@ -15,6 +15,7 @@ Logprobs = NDArray[np.float64]
 Rows = NDArray[np.int32]  # [tokens - 1, ...]: what was computed at each position; the last token never was
 
 
+_MAX_DIGITS = 1000  # of a weight version; Python refuses to convert very long ones
 RECORDED = ("logprobs", "sampling_logprobs")  # what safetensors have no place for
 
 
@@ -139,7 +140,7 @@ class Export:
 
 def version_number(version: str) -> int | None:
     """None for a version that has no order."""
-    return int(version) if version.isascii() and version.isdecimal() else None
+    return int(version) if version.isascii() and version.isdecimal() and len(version) <= _MAX_DIGITS else None
 
 
 def _span(versions: Iterable[str]) -> tuple[str, str]:

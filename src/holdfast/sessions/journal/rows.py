@@ -16,7 +16,7 @@ from holdfast.sessions.journal.base import (
     TokensGiven,
     TokensSampled,
 )
-from holdfast.sessions.journal.segments import Segments
+from holdfast.sessions.journal.segments import SegmentReader
 from holdfast.sessions.record import Stored, TurnRecord, floats_of, from_stored, tokens_of
 
 # The columns that a row's sum covers, in its order: those that never change, and those that may.
@@ -73,12 +73,12 @@ def session_of(connection: sqlite3.Connection, session_id: str) -> StoredSession
     if not found:
         raise SessionNotFound(session_id)
     (row,) = found
-    opened, failure = _opened(row)
+    opened, failure = opened_of(row)
     steps: list[tuple[int, Step | None]] = []
     if failure is None:
         spans = select(connection, "SELECT * FROM spans WHERE session = ?", session_id)
         turns = select(connection, "SELECT * FROM turns WHERE session = ?", session_id)
-        steps = [(span["step"], _span_of(span)) for span in spans] + [(turn["step"], turn_of(turn)) for turn in turns]
+        steps = [(span["step"], span_of(span)) for span in spans] + [(turn["step"], turn_of(turn)) for turn in turns]
         steps.sort(key=lambda step: step[0])
     intact: list[Step] = []
     for number, step in steps:
@@ -152,7 +152,7 @@ def body_row(connection: sqlite3.Connection, session_id: str, turn: int, which: 
     return found[0]
 
 
-def body_of(row: sqlite3.Row, segments: Segments, name: str) -> bytes:
+def body_of(row: sqlite3.Row, segments: SegmentReader, name: str) -> bytes:
     """The bytes that a `body_row` is about, as they were written, or StorageUnavailable. Needs no connection."""
     content = row["content"]
     if content is None:
@@ -165,7 +165,7 @@ def body_of(row: sqlite3.Row, segments: Segments, name: str) -> bytes:
     return bytes(content)
 
 
-def _opened(row: sqlite3.Row) -> tuple[SessionOpened, str | None]:
+def opened_of(row: sqlite3.Row) -> tuple[SessionOpened, str | None]:
     if not is_intact(row, SESSION_FIELDS, SESSION_STATE):
         opened = SessionOpened(session_id=row["id"], number=row["number"], owner=str(row["owner"]), created_at=0.0)
         return opened, "the record of how this session was opened is damaged"
@@ -187,7 +187,7 @@ def _opened(row: sqlite3.Row) -> tuple[SessionOpened, str | None]:
     return opened, None
 
 
-def _span_of(row: sqlite3.Row) -> Step | None:
+def span_of(row: sqlite3.Row) -> Step | None:
     if not is_intact(row, SPAN_FIELDS):
         return None
     session_id, tokens = row["session"], tokens_of(row["tokens"])

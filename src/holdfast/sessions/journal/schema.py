@@ -3,17 +3,18 @@
 import fcntl
 import logging
 import os
+import shutil
 import sqlite3
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.sessions.journal.segments import sync_directory
+from holdfast.sessions.journal.files import is_same_file, make_directory, open_private, sync, sync_directory
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"SQLite format 3\0"
+MAGIC = b"SQLite format 3\0"
 
 # What takes back half of a statement is needed by this process alone: it stays in memory.
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "foreign_keys = ON", "temp_store = MEMORY")
@@ -67,7 +68,7 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
         if not path.exists():
             _create(path)
         with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
+            if file.read(len(MAGIC)) != MAGIC:
                 raise _damaged(path, "it is not an SQLite database, or it was cut short")
         connection = connect(path)
         try:
@@ -80,13 +81,11 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
             connection.close()
             raise
     except sqlite3.OperationalError as exc:
-        raise ConfigError(
-            f"cannot open the journal {path}: {exc}; check that {path.parent} is writable and has free space"
-        ) from exc
+        raise ConfigError(f"cannot open the journal {path}: {exc}. {room_advice(path.parent)}") from exc
     except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # SQLite's own messages may quote the damage
         raise _damaged(path, str(exc)) from exc
     except OSError as exc:
-        raise ConfigError(f"cannot open the journal {path}: {exc.strerror}") from exc
+        raise ConfigError(f"cannot open the journal {path}: {exc.strerror}. {room_advice(path.parent)}") from exc
     return connection, num_cut
 
 
@@ -135,19 +134,38 @@ def _create(path: Path) -> None:
     new = path.with_name(f"{path.name}.new")
     for name in (new.name, f"{new.name}-wal", f"{new.name}-shm", f"{new.name}-journal"):
         path.with_name(name).unlink(missing_ok=True)
-    connection = connect(new)
+    file = open_private(new, os.O_RDWR | os.O_CREAT)  # SQLite gives its log the mode of the database
     try:
-        migrate(connection, path)
+        connection = connect(new)
+        try:
+            migrate(connection, path)
+        finally:
+            connection.close()  # the last one out takes everything over from the write-ahead log
+        sync(file)
     finally:
-        connection.close()  # the last one out takes everything over from the write-ahead log
+        os.close(file)
     os.replace(new, path)
     sync_directory(path.parent)
 
 
 def _damaged(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"the journal {path} is damaged: {why}. Restore {path.parent} from a backup, save what can be read with "
-        f"`sqlite3 {path.name} .recover`, or move the directory away to start with an empty one"
+    return ConfigError(f"the journal {path} is damaged: {why}. {salvage_advice(path.parent)}")
+
+
+def salvage_advice(directory: Path) -> str:
+    """What to do about a directory that cannot be opened."""
+    return (
+        f"Restore {directory} from a backup, or save all sessions that can still be read with "
+        f"`holdfast sessions salvage {directory} --out NEW_DIRECTORY`, which changes nothing in {directory}"
+    )
+
+
+def room_advice(directory: Path) -> str:
+    """What to do about a directory that cannot be written: nothing in it is lost."""
+    free_mb = shutil.disk_usage(directory).free // 2**20
+    return (
+        f"No session is lost: make {directory} writable, free some space ({free_mb} MB are free), and start again. "
+        f"The files in {directory / 'snapshots'} are caches, and may be deleted to make room"
     )
 
 
@@ -194,31 +212,70 @@ def _frames(path: Path) -> list[bool]:
 
 
 class DirectoryLock:
-    """A data directory for one process. The system frees it however the process ends."""
+    """A data directory for one process. The system frees it however the process ends.
+
+    The directory itself is locked, which cannot be deleted while it is in use and made again; and a file in it, which
+    names the holder. Network file systems, and earlier versions of Holdfast, lock only the file.
+    """
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._locked: list[int] = []
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            make_directory(directory)
+            lock(directory, self._locked)
+            self.renew()
+        except BlockingIOError as exc:
+            self.release()
+            raise ConfigError(
+                f"the data directory {directory} is in use by another Holdfast, process {_holder(directory)}; "
+                "stop that process, or choose another --data-dir"
+            ) from exc
         except OSError as exc:
+            self.release()
             raise ConfigError(
                 f"cannot write to the data directory {directory}: {exc.strerror}; "
                 "make it writable, or choose another --data-dir"
             ) from exc
+
+    @property
+    def is_in_place(self) -> bool:
+        return is_same_file(self._directory / "lock", os.fstat(self._locked[-1]))
+
+    def renew(self) -> None:
+        """Make and lock the file. Raises OSError where that cannot be, BlockingIOError where another process has it."""
+        file = open_private(self._directory / "lock", os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            holder = os.pread(self._file, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._file)
-            raise ConfigError(
-                f"the data directory {directory} is in use by another Holdfast, process {holder}; "
-                "stop that process, or choose another --data-dir"
-            ) from exc
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            raise
+        self._locked.append(file)
         try:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         except OSError:
             pass  # only a courtesy to whoever reads the message above; a full disk must not stop a start
 
     def release(self) -> None:
-        os.close(self._file)
+        while self._locked:
+            os.close(self._locked.pop())
+
+
+def lock(directory: Path, locked: list[int]) -> None:
+    """Lock a directory and add its descriptor to `locked`. Raises BlockingIOError where another process has it."""
+    file = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    locked.append(file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a network file system that locks only files
+        pass
+
+
+def _holder(directory: Path) -> str:
+    try:
+        return (directory / "lock").read_text(encoding="ascii", errors="replace")[:32].strip() or "unknown"
+    except OSError:
+        return "unknown"

@@ -5,17 +5,17 @@ Any thread may `read`. Everything blocks.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from holdfast.sessions.journal.files import is_same_file, make_directory, open_private, sync, sync_directory
+
 logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 * 1024
-_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS fsync stops at the drive's own cache
 
 
 class SegmentPosition(NamedTuple):
@@ -23,12 +23,28 @@ class SegmentPosition(NamedTuple):
     start: int
 
 
-class Segments:
+class SegmentReader:
+    """Reads the files, in any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read(self, segment: int, start: int, length: int) -> bytes:
+        """Raises OSError, or gives fewer bytes, where the file no longer has them."""
+        with self._path(segment).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08d}.segment"
+
+
+class Segments(SegmentReader):
     """`ends` says up to where each file is committed; what lies beyond was never acknowledged and is cut."""
 
     def __init__(self, directory: Path, *, ends: Mapping[int, int], max_segment_bytes: int) -> None:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        self._directory = directory
+        super().__init__(directory)
+        make_directory(directory)
         self._max_segment_bytes = max_segment_bytes
         self._files: dict[int, int] = {}  # segment -> descriptor, those that are being appended to
         self._unsynced: set[int] = set()
@@ -56,6 +72,9 @@ class Segments:
     def sync(self) -> None:
         """What was appended survives a loss of power."""
         for segment in sorted(self._unsynced):
+            if not is_same_file(self._path(segment), os.fstat(self._files[segment])):
+                os.close(self._files.pop(segment))  # it is made again; what was in it is damaged
+                raise OSError(f"{self._path(segment)} was deleted or replaced while the server runs")
             sync(self._files[segment])
         self._unsynced.clear()
 
@@ -77,12 +96,6 @@ class Segments:
                     os.close(self._files.pop(segment))
                     self._path(segment).unlink()
 
-    def read(self, segment: int, start: int, length: int) -> bytes:
-        """Raises OSError, or gives fewer bytes, where the file no longer has them."""
-        with self._path(segment).open("rb") as file:
-            file.seek(start)
-            return file.read(length)
-
     def remove_unused(self, used: Collection[int]) -> None:
         """Delete the files that hold nothing any more."""
         for segment in self._present():
@@ -102,16 +115,13 @@ class Segments:
             os.close(file)
         self._files.clear()
 
-    def _path(self, segment: int) -> Path:
-        return self._directory / f"{segment:08d}.segment"
-
     def _present(self) -> list[int]:
         names = (path.stem for path in self._directory.glob("*.segment"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def _file(self, segment: int) -> int:
         if segment not in self._files:
-            self._files[segment] = os.open(self._path(segment), os.O_RDWR | os.O_CREAT, 0o600)
+            self._files[segment] = open_private(self._path(segment), os.O_RDWR | os.O_CREAT)
             sync_directory(self._directory)
         return self._files[segment]
 
@@ -126,20 +136,3 @@ class Segments:
         elif size > end:
             logger.warning("%s: removed %d bytes at the end that were never acknowledged", path, size - end)
             os.truncate(path, end)
-
-
-def sync(file: int) -> None:
-    """What was written to the descriptor survives a loss of power."""
-    if _FULL_SYNC is not None:
-        fcntl.fcntl(file, _FULL_SYNC)
-    else:
-        os.fsync(file)
-
-
-def sync_directory(directory: Path) -> None:
-    """Names made or removed in the directory survive a loss of power."""
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from holdfast.errors import InvalidArgument
+from holdfast.sessions.journal.files import make_directory, open_private
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class SnapshotStore:
     """Thread-safe. What was used least recently goes first: from memory to disk, from disk for good."""
 
     def __init__(self, directory: Path, *, budget_bytes: int, memory_budget_bytes: int = 0) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
         self._directory = directory
         self._budget_bytes = budget_bytes
         self._memory_budget_bytes = memory_budget_bytes
@@ -118,7 +119,7 @@ class SnapshotStore:
         path = self._path(session_id)
         new = path.with_suffix(".new")
         try:
-            with new.open("wb") as file:
+            with os.fdopen(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(_HEADER.pack(_MAGIC, len(content), zlib.crc32(content)))
                 file.write(content)
             os.replace(new, path)

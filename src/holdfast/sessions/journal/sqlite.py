@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TypeVar
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
 from holdfast.sessions.journal import rows
 from holdfast.sessions.journal.base import ClosedSession, Entry, SessionPurged, StoredSession, purge
+from holdfast.sessions.journal.files import is_same_file, make_private
 from holdfast.sessions.journal.recorder import Recorder
 from holdfast.sessions.journal.schema import DirectoryLock, connect, open_database
 from holdfast.sessions.journal.segments import Segments
@@ -48,6 +50,7 @@ class SqliteJournal:
         with contextlib.ExitStack() as undo:
             self._lock = DirectoryLock(directory)
             undo.callback(self._lock.release)
+            make_private(directory)
             self._connection, self.num_cut_commits = open_database(self._path)
             undo.callback(self._connection.close)
             # As long as a second connection is open, SQLite never takes up again what a failed commit left in the log.
@@ -55,15 +58,15 @@ class SqliteJournal:
             undo.callback(self._reader.close)
             self._reading = threading.Lock()
             self._segments = self._open_segments(max_segment_bytes)
+            self._held = self._files_now()
             undo.pop_all()
         self._recorder = Recorder(self._connection, self._segments)
         self._writer = JournalWriter(
             self._commit,
-            is_failing=lambda: self._health is not None,
-            recover=self._recover,
+            check=self._check,
             max_queued_bytes=max_queued_bytes,
             note_delay_s=note_delay_s,
-            recover_s=recover_s,
+            check_s=recover_s,
         )
 
     @property
@@ -163,6 +166,7 @@ class SqliteJournal:
         started = time.monotonic()
         try:
             self._reconnect()
+            self._check_files()
             self._connection.execute("BEGIN IMMEDIATE")
             for entry in (entry for entries in writes for entry in entries):
                 self._recorder.record(entry)
@@ -176,6 +180,11 @@ class SqliteJournal:
             return [self._failed(exc)]
         self._segments.keep()
         self._health = None
+        self._check()
+        if self._health is not None:  # the log was deleted during the commit, which is now saved in the database
+            self._check()
+        if self._health is not None:
+            return [JournalFailed(f"the turn may not have been recorded: {self._health}")] * len(writes)
         self._on_commit(time.monotonic() - started, len(writes))
         if any(isinstance(entry, SessionPurged) for entries in writes for entry in entries):
             self._remove_segments()
@@ -212,9 +221,14 @@ class SqliteJournal:
             self._recorder = Recorder(self._connection, self._segments)
             self._must_reconnect = False
 
-    def _recover(self) -> None:
-        """Try whether writing works again."""
+    def _check(self) -> None:
+        """Find out whether writing works, and where it did not whether it does again."""
+        was_failing = self._health is not None
         try:
+            if not was_failing:
+                self._check_files()
+                return
+            self._repair()
             self._segments.probe()
             self._reconnect()
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
@@ -222,9 +236,47 @@ class SqliteJournal:
         except (OSError, sqlite3.Error) as exc:
             self._roll_back()
             self._health = f"cannot write to {self.directory}: {exc}"
+            if not was_failing:
+                logger.error("the journal %s", self._health)
         else:
             logger.info("the journal in %s can be written again", self.directory)
             self._health = None
+
+    def _files_now(self) -> dict[Path, os.stat_result]:
+        return {path: path.stat() for path in (self._path, self._log_path)}
+
+    @property
+    def _log_path(self) -> Path:
+        return self._path.with_name(f"{self._path.name}-wal")
+
+    def _check_files(self) -> None:
+        """Raises OSError where a file was deleted or replaced: what is written to it would end with this process."""
+        for path, held in self._held.items():
+            if not is_same_file(path, held):
+                raise OSError(f"{path.name} was deleted or replaced while the server runs")
+        if not self._lock.is_in_place:
+            raise OSError("lock was deleted or replaced while the server runs")
+
+    def _repair(self) -> None:
+        """Replace what was deleted. The database itself cannot be: what was in it can only be read while we run."""
+        if not is_same_file(self._path, self._held[self._path]):
+            raise OSError(
+                f"{self._path.name} was deleted or replaced while the server runs; "
+                "save its sessions with `holdfast sessions export` before you stop the server"
+            )
+        if not self._lock.is_in_place:
+            self._lock.renew()
+        if not is_same_file(self._log_path, self._held[self._log_path]):
+            with self._reading:
+                with contextlib.suppress(sqlite3.ProgrammingError):  # closed by an attempt that then failed
+                    if self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                        raise OSError(f"{self._log_path.name} was deleted and the database is busy")
+                self._reader.close()
+                self._connection.close()
+                self._connection, self._reader = connect(self._path), connect(self._path)
+            self._recorder = Recorder(self._connection, self._segments)
+            self._held = self._files_now()
+            logger.error("%s was deleted; its content was saved in %s", self._log_path, self._path.name)
 
     def _remove_segments(self) -> None:
         used = self._connection.execute("SELECT DISTINCT segment FROM bodies WHERE segment IS NOT NULL")

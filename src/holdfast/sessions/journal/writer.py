@@ -32,24 +32,22 @@ Commit = Callable[[Sequence[Sequence[Entry]]], "list[Exception | None]"]
 
 
 class JournalWriter:
-    """`commit` runs in the thread and says for each write what came of it; `recover` is called every `recover_s` while
-    `is_failing`, so that it can be known that writing works again before anyone tries."""
+    """`commit` runs in the thread and says for each write what came of it; `check` runs there every `check_s` while
+    nothing is written, so that it is known whether writing works before anyone tries."""
 
     def __init__(
         self,
         commit: Commit,
         *,
-        is_failing: Callable[[], bool],
-        recover: Callable[[], None],
+        check: Callable[[], None],
         max_queued_bytes: int,
         note_delay_s: float,
-        recover_s: float,
+        check_s: float,
     ) -> None:
         self._commit = commit
-        self._is_failing = is_failing
-        self._recover = recover
+        self._check = check
         self._note_delay_s = note_delay_s
-        self._recover_s = recover_s
+        self._check_s = check_s
         self._room = FairSemaphore(max_queued_bytes)  # bytes; an entry larger than all of it has it to itself
         self._inbox: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         self._is_closed = False
@@ -130,8 +128,8 @@ class JournalWriter:
                     else self._inbox.get_nowait()
                 )
             except queue.Empty:
-                if not batch and self._is_failing():
-                    self._recover()
+                if not batch:
+                    self._check()
                     continue
                 break
             if item is None:
@@ -143,10 +141,8 @@ class JournalWriter:
                 deadline = time.monotonic() + self._note_delay_s
         return batch, True
 
-    def _patience(self, deadline: float | None) -> float | None:
-        if deadline is not None:
-            return max(0.0, deadline - time.monotonic())
-        return self._recover_s if self._is_failing() else None
+    def _patience(self, deadline: float | None) -> float:
+        return self._check_s if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _conclude(told: Sequence[tuple[Callable[[Exception | None], None], Exception | None]]) -> None:
