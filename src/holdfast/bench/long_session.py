@@ -51,8 +51,10 @@ class LongSessionSettings:
     control_share: float = option(0.2, "share of the time that the control may take")
     script_turns: int = option(8, "turns that are sampled twice, appended in different chunks", least=1)
     model: str = option(DEFAULT_MODEL, "model that is served")
-    server: str = option("", "gRPC HOST:PORT of a running server, instead of starting one; needs --http")
-    http: str = option("", "HTTP URL of the running server")
+    server: str = option(
+        "", "gRPC HOST:PORT of a running server, instead of starting one; needs --http", metavar="HOST:PORT"
+    )
+    http: str = option("", "HTTP URL of the running server", metavar="URL")
     pid: int = option(0, "process id of the running server, to measure its memory; 0: find it by its port")
 
     def __post_init__(self) -> None:

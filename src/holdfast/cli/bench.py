@@ -21,6 +21,7 @@ from holdfast.bench import (
 )
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, run
+from holdfast.config import flag_of, metavar_of
 from holdfast.engine.factory import build_engine
 from holdfast.errors import ConfigError
 
@@ -74,8 +75,7 @@ def _add(actions: Any, scenario: Scenario) -> None:
     for field in dataclasses.fields(scenario.settings):
         quick = scenario.quick.get(field.name)
         about = f"{field.metadata['help']} (default: {field.default}{'' if quick is None else f'; quick: {quick}'})"
-        name, kind = field.name.replace("_", "-"), type(field.default)
-        group.add_argument(f"--{name}", type=kind, metavar="TEXT" if kind is str else "N", help=about)
+        group.add_argument(flag_of(field.name), type=type(field.default), metavar=metavar_of(field), help=about)
     parser.set_defaults(run=lambda arguments: _run(scenario, arguments))
 
 
