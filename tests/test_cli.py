@@ -109,6 +109,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
         (["chat", "hi", "--sink", "600"], "sink 600 is more than max_pin 512"),
         (["chat", "hi", "--recent", "100000"], "context of 8192"),
         (["chat", "hi", "--recent", "0"], "window is smaller"),
+        (["chat", "hi", "--rewind-tokens", "10000000000"], "not even one slab fits"),
         (["chat", "hi", "--device", "cuda"], "no CUDA device"),
         (["chat", "hi", "--config", "/no/such.toml"], "cannot read the config file"),
         (["models", "info", "/no/such/model.gguf"], "no model"),

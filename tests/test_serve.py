@@ -20,7 +20,8 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 
 COMMAND = [sys.executable, "-m", "holdfast.cli"]
-OPTIONS = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--recent", "64", "--max-pin", "16", "--sessions", "3"]
+FREE = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+OPTIONS = [*FREE, "--recent", "64", "--max-pin", "16", "--sessions", "3"]
 
 
 @dataclass
@@ -162,7 +163,7 @@ def test_the_help_shows_what_matters_and_help_all_every_setting(
 
 def test_host_and_port_are_the_two_halves_of_http() -> None:
     running = start(
-        "--model", "smollm2-135m-instruct", options=[*OPTIONS[:2], *OPTIONS[4:], "--host", "localhost", "--port", "0"]
+        "--model", "smollm2-135m-instruct", options=[*FREE[:2], *OPTIONS[4:], "--host", "localhost", "--port", "0"]
     )
     assert running.http.startswith("localhost:")
     assert httpx.get(f"http://{running.http}/readyz").status_code == 200
@@ -176,6 +177,8 @@ def test_host_and_port_are_the_two_halves_of_http() -> None:
         (["--host", "0.0.0.0", "--port", "0"], "refusing to listen on 0.0.0.0:0 without API keys"),
         (["--port", "99999"], "'127.0.0.1:99999' is not HOST:PORT"),
         (["--host", "::1", "--port", "99999"], "'[::1]:99999' is not HOST:PORT"),
+        ([*FREE, "--sessions", "100000"], "lower --sessions to"),
+        ([*FREE, "--threads", "100000"], "threads must be"),
         (["--grpc", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without API keys"),
         (["--http", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without API keys"),
         (["--grpc", "here"], "'here' is not HOST:PORT"),

@@ -17,6 +17,7 @@ from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
+from holdfast.cli.checks import require_fit
 from holdfast.cli.usage import HelpAll
 from holdfast.config import (
     DEFAULT_MODEL,
@@ -108,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
         chat = _load_chat(source, from_arguments(ChatConfig, arguments), console) if server.http else None
         backend: ServedBackend
         if server.backend == "embedded":
+            if warning := require_fit(source, engine, server.snapshot_memory_mb * 2**20):
+                console.print(warning, style="yellow", markup=False, soft_wrap=True)
             backend = _embedded(source, server, engine, metrics)
             about = f"{engine.sessions} sessions of {engine.sink} + {engine.recent} tokens"
         else:
