@@ -197,6 +197,7 @@ SCENARIO = Scenario(
     about="tokens/s with and without drafts, on repetitive texts and on prose; the same tokens either way",
     settings=SpeculationSettings,
     quick={"rounds": 1, "tokens": 64},
+    quick_s=60,
     num_rounds=lambda settings: 2 * settings.rounds,
     measure=lambda settings, results: asyncio.run(_measure(settings, results)),
     judge=judge,

@@ -20,7 +20,7 @@ from holdfast.bench import (
     speculation,
 )
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
-from holdfast.bench.runner import RESULTS, Output, Scenario, run
+from holdfast.bench.runner import RESULTS, Output, Scenario, quick_note, run
 from holdfast.config import flag_of, metavar_of
 from holdfast.engine.factory import build_engine
 from holdfast.errors import ConfigError
@@ -61,7 +61,7 @@ def _add(actions: Any, scenario: Scenario) -> None:
         help=scenario.about,
         description=f"{scenario.about}. Exits with 1 if a gate fails; after Ctrl-C the results so far are kept.",
     )
-    parser.add_argument("--quick", action="store_true", help="a shorter and noisier run, within 50 s on two cores")
+    parser.add_argument("--quick", action="store_true", help=quick_note(scenario))
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="for reports and plots (default: %(default)s)"
     )
@@ -112,7 +112,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         table.add_row(one.name, _shown(one.before), _shown(one.after), f"{one.ratio:.3g}", said, one.before.unit)
     console = Console(highlight=False)
     for caution in cautions(before, after):
-        console.print(f"[yellow]{caution}[/]", soft_wrap=True)
+        console.print(caution, style="yellow", markup=False, soft_wrap=True)
     console.print(table)
     return 0
 

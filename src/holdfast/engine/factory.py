@@ -64,6 +64,14 @@ def resolved_dtype(asked: str, arch: Architecture, device: str) -> str:
     return "int8" if device == "cpu" and is_native(arch, "int8") else "bfloat16"
 
 
+def has_exact_engine(source: ModelSource, config: EngineConfig) -> bool:
+    """Whether the engine has int8 weights and `--deterministic`: only the native and the Triton engine do."""
+    device = device_of(config)
+    if device == "cuda":
+        return importlib.util.find_spec("triton") is not None and _has_cuda()
+    return device == "cpu" and is_native(source.architecture, "int8")
+
+
 def is_native(arch: Architecture, dtype: str) -> bool:
     """Whether the native engine runs such a model on the CPU."""
     return native.is_available() and native.fits(arch, dtype)
