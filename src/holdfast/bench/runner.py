@@ -9,6 +9,7 @@ import dataclasses
 import html
 import importlib.util
 import io
+import os
 import shlex
 import signal
 import sys
@@ -32,6 +33,7 @@ from rich.progress import (
 from rich.table import Table
 
 from holdfast.bench.gates import Gate
+from holdfast.bench.machine import load_averages
 from holdfast.bench.report import Report, Results, encode, write
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.extras import how_to_install
@@ -93,7 +95,7 @@ def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = F
     require(*scenario.needs(settings))
     console = Console(stderr=True, highlight=False)
     if is_quick:
-        console.print(f"[yellow]{scenario.name}, quick: {quick_note(scenario)}[/]")
+        console.print(f"[yellow]{scenario.name}, quick: {quick_note(scenario)}{_busy_note()}[/]", soft_wrap=True)
     with _progress(console, scenario.name, scenario.num_rounds(settings)) as (step, advance):
         results = Results(
             scenario.name,
@@ -127,6 +129,11 @@ def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = F
 
 def quick_note(scenario: Scenario) -> str:
     return f"shorter and noisier than the full run, about {scenario.quick_s} s on two idle cores"
+
+
+def _busy_note() -> str:
+    load, cores = (*load_averages(), 0.0)[0], os.cpu_count() or 1
+    return f"; this machine is busy (load {load:g} on {cores} cores), so it takes longer" if load > cores / 2 else ""
 
 
 def _measure(scenario: Scenario, settings: Any, results: Results) -> BaseException | None:
