@@ -1,9 +1,13 @@
 """Benches: the arithmetic, gates that can fail, reports, comparisons, and one short run of the real thing."""
 
+import asyncio
+import dataclasses
+import importlib.util
 import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,17 +34,20 @@ from holdfast.bench.gates import (
     summarize,
     thinned,
 )
-from holdfast.bench.load import QUESTION, record_problem, request
-from holdfast.bench.processes import Child, ProcessFailed, started
+from holdfast.bench.load import QUESTION, LoadPlan, _Load, record_problem, request
+from holdfast.bench.processes import Child, ProcessFailed, ServerProcess, started
 from holdfast.bench.relay_server import stage_of
 from holdfast.bench.report import Figure, Report, Results, cautions, compare, encode, read, verdict, write
 from holdfast.bench.runner import Chart, Output, Scenario, command_of, page, plot, require, run
 from holdfast.bench.upstreams import Script, first_message, response
 from holdfast.cli import main
+from holdfast.cli.bench import SCENARIOS
+from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, InvalidArgument
 from holdfast.extras import how_to_install
 from holdfast.sessions import record as json_members
 from tests.serving import default_chat
+from tests.talking import until
 
 # The arithmetic
 
@@ -269,6 +276,7 @@ def _scenario(measure: Callable[[Any, Results], None]) -> tuple[Scenario, Any]:
         about="nothing",
         settings=responsiveness.ResponsivenessSettings,
         quick={"seconds": 1.5},
+        quick_s=3,
         num_rounds=lambda settings: settings.rounds,
         measure=measure,
         judge=lambda report: [median_at_least("speed", report.values("speed"), 1.0, "1/s")],
@@ -329,6 +337,107 @@ def test_sigterm_ends_a_run_as_ctrl_c_does_and_with_it_its_child_processes(tmp_p
     assert report.notes == ["ended early by Terminated"]
     with pytest.raises(ProcessLookupError):
         os.kill(children[0].pid, 0)
+
+
+def test_a_second_signal_ends_the_wait_for_a_server_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ServerProcess("no-such-model")
+    monkeypatch.setattr(server._process, "wait", _interrupted_once(server._process.wait))
+    with pytest.raises(KeyboardInterrupt):
+        server.stop()
+    assert server._process.returncode is not None
+
+
+def _interrupted_once(wait: Callable[..., int]) -> Callable[..., int]:
+    waits = iter([True])
+
+    def wrapped(*arguments: Any) -> int:
+        if next(waits, False):
+            raise KeyboardInterrupt
+        return wait(*arguments)
+
+    return wrapped
+
+
+async def test_a_server_ends_with_a_bench_that_was_killed() -> None:
+    program = (
+        "import time\n"
+        "from holdfast.bench.processes import ServerProcess\n"
+        "flags = ('--recent', '64', '--max-pin', '16', '--sessions', '1', '--drain-s', '1')\n"
+        "server, _ = ServerProcess(*flags).wait_until_served()\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    bench = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    assert bench.stdout
+    pid = int(await bench.stdout.readline())
+    bench.kill()
+    await bench.wait()
+    await until(lambda: not _is_running(pid))
+
+
+def _is_running(pid: int) -> bool:
+    """A process that nobody has waited for yet has ended all the same."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return bool(shown.stdout.strip()) and not shown.stdout.startswith("Z")
+
+
+def test_signals_do_not_interrupt_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def signalled(*arguments: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(drawing, "plot", signalled)
+    scenario, settings = _scenario(_one_round)
+    assert run(scenario, settings, Output(tmp_path)) == 0
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_an_error_before_the_first_measurement_leaves_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(settings: Any, results: Results) -> None:
+        raise ConfigError("no")
+
+    scenario, settings = _scenario(refused)
+    with pytest.raises(ConfigError):
+        run(scenario, settings, Output(tmp_path))
+    assert not list(tmp_path.iterdir())
+    assert "FAIL" not in capsys.readouterr().err
+
+
+def test_packages_are_missed_before_anything_is_started(tmp_path: Path) -> None:
+    scenario, settings = _scenario(lambda settings, results: pytest.fail("it was started"))
+    needing = dataclasses.replace(scenario, needs=lambda settings: ("json", "no_such_package"))
+    with pytest.raises(ConfigError, match=r"needs no_such_package; to install it, run: \S+ -m pip install "):
+        run(needing, settings, Output(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scenario", ["long-session", "recovery", "capacity", "decode"])
+def test_every_scenario_names_the_packages_that_a_plain_installation_lacks(
+    scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find, extras = importlib.util.find_spec, ("holdfast_sdk", "openai", "matplotlib", "psutil")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in extras else find(name, *rest))
+    assert main(["bench", scenario, "--quick"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("holdfast: this scenario needs holdfast_sdk")
+    assert len(error.splitlines()) == 1
+
+
+def test_rounds_and_the_time_that_is_left_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario, settings = _scenario(_one_round)
+    assert run(scenario, settings, Output(tmp_path), is_quick=True) == 0
+    error = capsys.readouterr().err
+    assert "about 3 s on two idle cores" in error
+    assert re.search(r"tried: 1 of 2 rounds in \d+ s, about \d+ s left", error)
+
+
+def test_the_help_of_every_scenario_says_how_long_quick_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for scenario in SCENARIOS:
+        with pytest.raises(SystemExit):
+            main(["bench", scenario.name, "--help"])
+        assert f"about {scenario.quick_s} s on two idle cores" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_missing_optional_package_is_named() -> None:
@@ -399,6 +508,43 @@ def test_stages_are_told_apart_by_file() -> None:
     assert stage_of("/x/site-packages/uvicorn/protocols/http/h11_impl.py") == "client"
     assert stage_of("/x/asyncio/selector_events.py") == "sockets"
     assert stage_of("/x/json/decoder.py") is None
+
+
+def test_what_a_helper_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_NATIVE", "off")
+    config = EngineConfig(device="cpu", dtype="int8")
+    with started("engine_speed", "smollm2-135m-instruct", config) as child, pytest.raises(ProcessFailed) as failed:
+        child.read(str, timeout_s=60)
+    assert "needs the native engine" in str(failed.value)
+    assert "Traceback" not in str(failed.value)
+
+
+async def test_a_lost_connection_is_a_wrong_reply_and_the_load_goes_on() -> None:
+    connections: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        body = script.reply(with_payload=True)
+        while await reader.readuntil(b"\r\n\r\n"):
+            if len(connections) > 1:
+                writer.write(response(body))
+            else:
+                writer.close()
+                return
+
+    script = Script(4)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        plan = LoadPlan(
+            address=f"{host}:{port}", script=script, is_straight=True, num_sessions=1, num_turns=1, duration_s=0.5
+        )
+        found = await _Load(plan).run()
+        for writer in connections:
+            writer.close()
+    assert found.num_wrong == 1
+    assert "closed the connection" in found.wrong
+    assert found.num_chats > 2
 
 
 def test_a_process_that_dies_says_why() -> None:

@@ -3,13 +3,20 @@
 import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
+from holdfast_sdk import HoldfastError as SdkError
 
 from holdfast.bench import capacity
 from holdfast.bench.gates import faster, within_budget
 from holdfast.bench.report import Report, Results
 from holdfast.cli import main
+
+if TYPE_CHECKING:
+    from holdfast_sdk import AsyncSession
+
+    from holdfast.bench.agents import ServerClients
 
 SETTINGS = {"sessions": 6, "slabs": 2, "snapshot_mb": 100, "disk_mb": 40}
 
@@ -45,6 +52,29 @@ def _measured(
     results.extend("snapshot/turn_ms", "ms", [snapshot_ms] * 2)
     results.extend("recomputed/turn_ms", "ms", [100.0] * (num_woken - 2))
     return results.report
+
+
+class _FailingSession:
+    history_length = 0
+
+    async def turn(self, *tokens: object, **sampling: object) -> None:
+        raise SdkError("gone", code="unavailable")
+
+
+async def test_a_failed_turn_is_counted_and_many_in_a_row_end_the_run() -> None:
+    results, session = Results("capacity", "", SETTINGS), cast("AsyncSession", _FailingSession())
+    run = capacity._CapacityRun(
+        settings=capacity.CapacitySettings(),
+        results=results,
+        pid=0,
+        folder=Path(),
+        clients=cast("ServerClients", None),
+        vocabulary=range(100, 200),
+    )
+    assert [await run._turn(session) for _ in range(9)] == [None] * 9
+    assert results.report.values("wrong") == [1.0] * 9
+    with pytest.raises(SdkError):
+        await run._turn(session)
 
 
 def _failed(report: Report) -> set[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
+from holdfast.cli.usage import check_environment
 from holdfast.models import GGUFSource, open_model
 
 COMMAND = [sys.executable, "-m", "holdfast.cli"]
@@ -108,6 +109,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
         (["chat", "hi", "--sink", "600"], "sink 600 is more than max_pin 512"),
         (["chat", "hi", "--recent", "100000"], "context of 8192"),
         (["chat", "hi", "--recent", "0"], "window is smaller"),
+        (["chat", "hi", "--rewind-tokens", "10000000000"], "not even one slab fits"),
         (["chat", "hi", "--device", "cuda"], "no CUDA device"),
         (["chat", "hi", "--config", "/no/such.toml"], "cannot read the config file"),
         (["models", "info", "/no/such/model.gguf"], "no model"),
@@ -137,6 +139,63 @@ def test_environment_variables_are_read() -> None:
     done = _run("chat", "hi", *SMALL, env={"HOLDFAST_RECENT": "lots"})
     assert done.returncode == 2
     assert "HOLDFAST_RECENT must be a whole number" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("HOLDFAST_RECNT", "64", "did you mean HOLDFAST_RECENT?"),
+        ("HOLDFAST_APIKEY", "x", "did you mean HOLDFAST_API_KEY?"),
+        ("HOLDFAST_PORT", "9000", "set HOLDFAST_HTTP=HOST:PORT"),
+        ("HOLDFAST_XYZZY", "1", "there is no environment variable HOLDFAST_XYZZY: unset it"),
+    ],
+)
+def test_a_variable_that_is_not_ours_is_refused_with_the_nearest_name(
+    name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    for command in (["models", "list"], ["sessions", "list"], ["serve", "no-such-model"]):
+        assert main(command) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_none_of_ours() -> None:
+    check_environment(
+        {
+            "HOLDFAST_PORT": "tcp://10.0.0.7:8000",
+            "HOLDFAST_GRPC_PORT": "tcp://10.0.0.7:50051",
+            "HOLDFAST_SERVICE_HOST": "10.0.0.7",
+            "HOLDFAST_HTTP_SERVICE_PORT_WEB": "8000",
+            "HOLDFAST_PORT_8000_TCP_ADDR": "10.0.0.7",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--sesions", "3"], "there is no flag --sesions; did you mean --sessions?"),
+        (["serve", "--api-key", "x"], "pass --keys-file FILE"),
+        (["serve", "--api-key=x"], "there is no flag --api-key: "),
+        (["serve", "--max-model-len", "9"], "--recent TOKENS"),
+        (["serve", "-c", "4096"], "--recent TOKENS"),
+        (["serve", "--tensor-parallel-size", "2"], "--upstream URL"),
+        (["serve", "one", "two"], "unexpected argument 'two'"),
+        (["chat", "--temprature", "1"], "did you mean --temperature?"),
+        (["sessions", "list", "--sever", "x:1"], "did you mean --server?"),
+        (["bench", "overhead", "--quik"], "did you mean --quick?"),
+        (["models", "info", "--frobnicate"], "there is no flag --frobnicate"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_right_one_below_a_short_usage(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert says in error
+    assert len(error.splitlines()) <= 4
 
 
 def test_an_unusable_command_line_shows_usage() -> None:

@@ -1,8 +1,11 @@
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from holdfast import config
+from holdfast.cli.usage import NO_VARIABLES
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 
@@ -54,3 +57,23 @@ def test_a_missing_file_and_a_wrong_variable_are_named(tmp_path: Path) -> None:
         _load(file=tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="HOLDFAST_SINK must be a whole number, got 'four'"):
         _load(environment={"HOLDFAST_SINK": "four"})
+
+
+def test_the_help_names_what_a_setting_takes() -> None:
+    fields = {field.name: field for cls in config.GROUPS for field in dataclasses.fields(cls)}
+    metavars = {name: config.metavar_of(field) for name, field in fields.items()}
+    wanted = {"grpc": "HOST:PORT", "keys_file": "FILE", "tls_key": "FILE", "data_dir": "DIR", "idle_ttl_s": "SECONDS"}
+    wanted |= {"max_body_mb": "MB", "recent": "TOKENS", "upstream": "URL", "upstream_extra": "JSON", "sessions": "N"}
+    assert {name: metavars[name] for name in wanted} == wanted
+    vague = [name for name, field in fields.items() if metavars[name] == "TEXT" and not field.metadata["choices"]]
+    assert not vague, "pass option(..., metavar=...) for these"
+
+
+def test_every_variable_that_the_project_reads_is_known() -> None:
+    root = Path(__file__).parents[1]
+    files = [root / "Makefile", *(root / "src").rglob("*.py"), *(root / "docs").rglob("*.md")]
+    files += [file for kind in ("py", "ts", "md") for file in (root / "sdks").rglob(f"*.{kind}")]
+    texts = [file.read_text(encoding="utf-8") for file in files if "node_modules" not in file.parts]
+    named = {name for text in texts for name in re.findall(r"\bHOLDFAST_[A-Z_]*[A-Z]\b", text)}
+    assert len(named) > 5
+    assert named - NO_VARIABLES.keys() <= config.VARIABLES

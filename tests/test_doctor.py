@@ -31,6 +31,8 @@ from holdfast.cli.checks import (
     check_native,
     check_torch,
     chosen_device,
+    facts_of,
+    require_fit,
 )
 from holdfast.cli.machine import CudaDevice, DataDirectory, Library, Memory, find_data
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
@@ -39,6 +41,7 @@ from holdfast.engine.factory import build_engine
 from holdfast.engine.native import NativeEngine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine
+from holdfast.errors import ConfigError
 from holdfast.extras import how_to_install
 from holdfast.models import GGUFSource
 from holdfast.sessions.journal.sqlite import SqliteJournal
@@ -340,9 +343,49 @@ def test_sessions_that_do_not_fit_are_a_problem(
 ) -> None:
     memory = None if memory_mb is None else memory_mb * 1_000_000
     sizes = Sizes(weight_bytes=250_000_000, token_bytes=24_000, memory_bytes=memory)
-    finding = check_fit(sizes, SHAPE, num_sessions, 2048 * 2**20, "cpu")
+    finding = check_fit(sizes, SHAPE, num_sessions, 2048 * 2**20, "cpu", total_bytes=memory or 10**10)
     assert finding.level == level
     assert says in finding.says
+
+
+def test_snapshots_that_can_never_fit_are_a_problem_and_the_default_is_not() -> None:
+    sizes = Sizes(weight_bytes=250_000_000, token_bytes=24_000, memory_bytes=4_000_000_000)
+
+    def level(snapshot_mb: int, device: Device, total_bytes: int) -> Level:
+        return check_fit(sizes, SHAPE, 16, snapshot_mb * 2**20, device, total_bytes=total_bytes).level
+
+    assert level(2048, "cpu", 4_000_000_000) == "warning"
+    assert level(4096, "cpu", 4_000_000_000) == "problem"
+    assert level(4096, "cuda", 16_000_000_000) == "ok"  # the slabs are on the device
+    assert level(40_960, "cuda", 16_000_000_000) == "problem"
+
+
+def test_the_draft_model_takes_memory_too(default_source: GGUFSource) -> None:
+    config = EngineConfig(device="cpu", proposer="draft_model", draft_model=str(default_source.path))
+    alone, both = (
+        facts_of(default_source).sizes(each, "cpu", None) for each in (replace(config, proposer="ngram"), config)
+    )
+    assert both.weight_bytes == 2 * alone.weight_bytes
+    draft = SlabShape(max_pin=4, rewind_tokens=0)
+    assert both.slab_bytes(SHAPE) - alone.slab_bytes(SHAPE) == draft.capacity * alone.token_bytes
+
+
+def test_an_engine_that_does_not_fit_is_refused_before_it_is_allocated(
+    default_source: GGUFSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "find_memory", lambda: Memory(4_000_000_000, 2_000_000_000))
+    config = EngineConfig(device="cpu", sessions=300)
+    with pytest.raises(
+        ConfigError, match=r"but only (\d+) fit into 2\.0 GB: lower --sessions to \1, or lower --recent$"
+    ):
+        require_fit(default_source, config)
+    with pytest.raises(ConfigError, match=r"lower --recent or --max-pin$"):
+        require_fit(default_source, replace(config, max_pin=4000))
+    with pytest.raises(ConfigError, match="not even one slab fits"):
+        require_fit(default_source, replace(config, sessions=1, rewind_tokens=10**9))
+    with pytest.raises(ConfigError, match="lower --snapshot-memory-mb to"):
+        require_fit(default_source, replace(config, sessions=1), 64 * 2**30)
+    assert require_fit(default_source, replace(config, sessions=1)) == ""
 
 
 @pytest.mark.parametrize(
@@ -412,3 +455,16 @@ def test_memory_is_read_as_each_system_writes_it() -> None:
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")} | {"COLUMNS": "200"}
+
+
+def test_every_control_group_above_the_process_limits_it(tmp_path: Path) -> None:
+    for version, folder, names in (
+        (2, "pods/one", ("memory.max", "memory.current")),
+        (1, "memory/pods/one", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        for place, limit in ((tmp_path / folder, "max"), ((tmp_path / folder).parent, "100\n")):
+            for name, text in ((names[0], limit), (names[1], "70\n"), ("memory.stat", "anon 1\ninactive_file 20\n")):
+                (place / name).write_text(text)
+        groups = "0::/pods/one\n" if version == 2 else "3:cpu,cpuacct:/x\n2:memory:/pods/one\n"
+        assert list(machine.cgroup_limits(groups, tmp_path)) == [(100, 50)]

@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.bench import long_session
-from holdfast.bench.conversation import question_of
+from holdfast.bench.conversation import OpenAIChat, SdkChat, TimedReply, question_of
 from holdfast.bench.gates import Gate, kv_bounded, prefill_bounded
 from holdfast.bench.long_session import CLIENTS, CONTROL, LongSessionSettings, commands, judge
 from holdfast.bench.report import Report, Results
@@ -24,7 +25,11 @@ from holdfast.bench.turn_series import (
     turns_of,
 )
 from holdfast.cli import main
+from holdfast.config import EngineConfig
+from holdfast.engine.factory import build_engine
 from holdfast.errors import ConfigError
+from holdfast.models import open_model
+from tests.engine_cases import needs_native
 from tests.serving import default_chat
 
 FULL = 6_000_000.0
@@ -173,7 +178,8 @@ def _report(
         for turn in turns:
             for name, value in dataclasses.asdict(turn).items():
                 results.extend(f"{contestant}/{name}", "", [value])
-    for name, value in (("script/is_same", 1.0), ("invariant_violations", 0.0), ("doors_agree", 1.0)):
+    right = {"script/is_same": 1.0, "invariant_violations": 0.0, "doors_agree": 1.0, "turn_failed": 0.0}
+    for name, value in right.items():
         results.extend(name, "", [value] * 10)
     return results.report
 
@@ -217,6 +223,7 @@ def test_a_machine_that_slows_down_is_told_from_a_session_that_does() -> None:
         ("script/is_same", 0.0, "determinism"),
         ("invariant_violations", 1.0, "invariants"),
         ("doors_agree", 0.0, "doors_agree"),
+        ("turn_failed", 1.0, "every_turn_answered"),
     ],
 )
 def test_one_token_one_violation_or_one_reply_is_enough_to_fail(series: str, value: float, gate: str) -> None:
@@ -229,7 +236,7 @@ def test_one_token_one_violation_or_one_reply_is_enough_to_fail(series: str, val
 
 def test_a_run_that_measured_nothing_fails_every_gate() -> None:
     gates = judge(Report(scenario="long-session", command="", started_at=""))
-    assert len(gates) == 9
+    assert len(gates) == 10
     assert not any(gate.passed for gate in gates)
 
 
@@ -247,7 +254,29 @@ def test_a_run_without_a_full_window_has_no_drift() -> None:
     assert in_buckets(FLAT_RUN[:2]) == []
 
 
+def test_an_engine_without_deterministic_is_not_judged_by_it() -> None:
+    report = _report()
+    del report.series["script/is_same"]
+    report.notes = [long_session.INEXACT]
+    assert _failed(report) == set()
+
+
 # Settings and commands
+
+
+def test_a_server_on_mlx_gets_no_flags_that_mlx_refuses() -> None:
+    flags = LongSessionSettings(device="mlx").server_flags()
+    assert "--deterministic" not in flags
+    assert flags[flags.index("--dtype") + 1] == "bfloat16"
+    with pytest.raises(ConfigError, match="device mlx does not support"):
+        build_engine(open_model("smollm2-135m-instruct"), EngineConfig(device="mlx", deterministic=True))
+
+
+@needs_native
+def test_a_server_on_the_cpu_is_deterministic_in_int8() -> None:
+    flags = LongSessionSettings(device="cpu").server_flags()
+    assert "--deterministic" in flags
+    assert flags[flags.index("--dtype") + 1] == "int8"
 
 
 def test_a_run_ends_with_its_turns_or_its_time() -> None:
@@ -281,6 +310,39 @@ def test_questions_differ_and_are_equally_long() -> None:
 # The real thing, for a moment
 
 
+def test_failed_turns_are_counted_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = dict.fromkeys(("sdk", "openai"), 0)
+
+    def failing_after(name: str, ask: Callable[..., TimedReply], number: int) -> Callable[..., TimedReply]:
+        def wrapped(*arguments: Any, **more: Any) -> TimedReply:
+            reply = ask(*arguments, **more)
+            calls[name] += 1
+            if calls[name] == number:
+                raise ConnectionResetError(f"{name}: connection lost")
+            return reply
+
+        return wrapped
+
+    # The server has recorded these turns, but the client does not learn it.
+    monkeypatch.setattr(SdkChat, "ask", failing_after("sdk", SdkChat.ask, 2))
+    monkeypatch.setattr(OpenAIChat, "ask", failing_after("openai", OpenAIChat.ask, 11))
+    short = {"turns": 7, "recent": 64, "reply-tokens": 2, "retry-every": 0, "control-share": 1, "script-turns": 1}
+    flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
+    assert main(["bench", "long-session", *flags, "--json", "-", "--output", str(tmp_path)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["is_partial"]
+    gates = {gate["name"]: gate for gate in report["gates"]}
+    assert gates["every_turn_answered"]["reason"] == "2 of 7 were wrong"
+    assert sum(": connection lost" in note for note in report["notes"]) == 2
+    series = {name: found["values"] for name, found in report["series"].items()}
+    assert len(series["sdk/turn_ms"]) == len(series["openai/turn_ms"]) == 5
+    assert gates["doors_agree"]["passed"]
+    for door in CLIENTS:
+        assert series[f"{door}/forwarded_tokens"] == series[f"{door}/wanted_tokens"]
+
+
 def test_a_short_run_shows_both_doors_flat_and_the_control_growing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,7 +353,7 @@ def test_a_short_run_shows_both_doors_flat_and_the_control_growing(
     gates = {gate["name"]: gate for gate in report["gates"]}
     timed = {f"{door}/prefill_bounded" for door in CLIENTS}  # by the clock too, and six turns are few
     failed = [gate for name, gate in gates.items() if not gate["passed"] and name not in timed]
-    assert (len(gates), failed) == (9, [])
+    assert (len(gates), failed) == (10, [])
     series = {name: found["values"] for name, found in report["series"].items()}
     for door in CLIENTS:
         assert series[f"{door}/forwarded_tokens"] == series[f"{door}/wanted_tokens"]

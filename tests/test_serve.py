@@ -1,5 +1,6 @@
 """`holdfast serve` as a process: banner, a chat against it, drain, and what it refuses."""
 
+import dataclasses
 import logging
 import os
 import re
@@ -7,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,14 @@ import httpx
 import pytest
 
 from holdfast.cli import main
+from holdfast.config import GROUPS, flag_of
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.logs import RepeatLimit
 
 COMMAND = [sys.executable, "-m", "holdfast.cli"]
-OPTIONS = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--recent", "64", "--max-pin", "16", "--sessions", "3"]
+FREE = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+OPTIONS = [*FREE, "--recent", "64", "--max-pin", "16", "--sessions", "3"]
 
 
 @dataclass
@@ -49,10 +52,10 @@ class Process:
         return found.group(1)
 
 
-def start(*options: str, env: dict[str, str] | None = None, shell: str = "") -> Process:
+def start(*more: str, options: Sequence[str] = OPTIONS, env: dict[str, str] | None = None, shell: str = "") -> Process:
     """`shell`: commands that come before, in the same process."""
     process = subprocess.Popen(
-        ["sh", "-c", f'{shell}\nexec "$@"', "sh", *COMMAND, "serve", *OPTIONS, *options],
+        ["sh", "-c", f'{shell}\nexec "$@"', "sh", *COMMAND, "serve", *options, *more],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | (env or {}),
@@ -181,9 +184,48 @@ def test_repeated_log_lines_are_counted_instead_of_written(monkeypatch: pytest.M
     assert passed[-2:] == ["a5 (3 more like this were not logged)", "b"]
 
 
+def _help(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", flag])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_shows_what_matters_and_help_all_every_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    short, full = _help("--help", capsys), _help("--help-all", capsys)
+    assert short.startswith("usage: holdfast serve [MODEL] [OPTIONS]\n")
+    shown, every = ({*re.findall(r"^  (?:-\w, )?(--[a-z-]+)", text, re.MULTILINE)} for text in (short, full))
+    assert {"--http", "--grpc", "--sessions", "--recent", "--data-dir", "--keys-file", "--help-all"} <= shown
+    assert len(shown) <= 15
+    flags = {flag_of(field.name) for cls in GROUPS for field in dataclasses.fields(cls)}
+    assert flags <= every
+    headings = re.findall(r"^([\w ]+):$", full, re.MULTILINE)
+    assert headings[2:] == list(dict.fromkeys(headings[2:]))
+    assert {"addresses and security", "storage", "limits", "chat", "engine", "upstream"} <= set(headings)
+    assert "TEXT" not in full
+
+
+def test_host_and_port_are_the_two_halves_of_http() -> None:
+    running = start(
+        "--model", "smollm2-135m-instruct", options=[*FREE[:2], *OPTIONS[4:], "--host", "localhost", "--port", "0"]
+    )
+    assert running.http.startswith("localhost:")
+    assert httpx.get(f"http://{running.http}/readyz").status_code == 200
+    assert running.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["--http", "127.0.0.1:0", "--port", "1"], "pass the address once"),
+        (["--host", "0.0.0.0", "--port", "0"], "refusing to listen on 0.0.0.0:0 without API keys"),
+        (["--port", "99999"], "'127.0.0.1:99999' is not HOST:PORT"),
+        (["--host", "::1", "--port", "99999"], "'[::1]:99999' is not HOST:PORT"),
+        ([*FREE, "--sessions", "100000"], "lower --sessions to"),
+        ([*FREE, "--threads", "100000"], "threads must be"),
         (["--grpc", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without API keys"),
         (["--http", "0.0.0.0:0"], "refusing to listen on 0.0.0.0:0 without API keys"),
         (["--grpc", "here"], "'here' is not HOST:PORT"),

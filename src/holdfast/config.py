@@ -31,9 +31,13 @@ def option(
     choices: tuple[str, ...] | None = None,
     aliases: tuple[str, ...] = (),
     least: int = 0,
+    metavar: str = "",
 ) -> Any:
-    """A dataclass field that is also a flag, an environment variable and a key of the config file."""
-    facts = {"help": help, "choices": choices, "aliases": aliases, "least": least}
+    """A dataclass field that is also a flag, an environment variable and a key of the config file.
+
+    `metavar`: what the help shows in place of a value, unless the name tells.
+    """
+    facts = {"help": help, "choices": choices, "aliases": aliases, "least": least, "metavar": metavar}
     return dataclasses.field(default=default, metadata=facts)
 
 
@@ -206,13 +210,33 @@ class UpstreamConfig:
     )
 
 
-GROUPS: dict[type[Any], str] = {
-    ServeConfig: "server",
-    ChatConfig: "chat",
-    EngineConfig: "engine",
-    UpstreamConfig: "upstream",
-}
+GROUPS: tuple[type[Any], ...] = (ServeConfig, ChatConfig, EngineConfig, UpstreamConfig)
 _KEYS = {field.name for cls in GROUPS for field in dataclasses.fields(cls)}
+VARIABLES = {  # every environment variable of ours: one for each setting, and those that are no settings
+    *(ENVIRONMENT_PREFIX + key.upper() for key in _KEYS),
+    "HOLDFAST_API_KEY",
+    "HOLDFAST_NATIVE",
+    *("HOLDFAST_CONFORMANCE_SERVER", "HOLDFAST_REQUIRE_CONFORMANCE", "HOLDFAST_TEST_VLLM"),
+}
+_SECTIONS = {  # of the help, by the field that begins one
+    "grpc": "addresses and security",
+    "idle_ttl_s": "storage",
+    "drain_s": "limits",
+    "deprecation_headers": "HTTP responses and logs",
+    "backend": "backend",
+    "chat_template": "chat",
+    "device": "engine",
+    "upstream": "upstream",
+}
+_METAVARS = {  # by the name of a field, or by its last word
+    **dict.fromkeys(("grpc", "http"), "HOST:PORT"),
+    **dict.fromkeys(("chat_template", "file", "cert", "tls_key"), "FILE"),
+    **dict.fromkeys(("sink", "recent", "pin", "chunk", "tokens", "length"), "TOKENS"),
+    **dict.fromkeys(("kwargs", "extra"), "JSON"),
+    **{"dir": "DIR", "s": "SECONDS", "mb": "MB", "days": "DAYS", "sunset": "DATE", "version": "VERSION"},
+    **{"name": "NAME", "matcher": "NAME", "model": "MODEL", "upstream": "URL", "key": "KEY"},
+    **{"passthrough": "ROUTES", "fields": "FIELDS", "origin": "ORIGIN"},
+}
 
 
 def check_upstream(server: ServeConfig, upstream: UpstreamConfig) -> None:
@@ -227,30 +251,53 @@ def add_flags(
     *,
     only: Container[str] | None = None,
     without: Container[str] = (),
+    shown: Container[str] | None = None,
 ) -> None:
-    """Add a group with a flag for each field of `cls`, or for those in `only`; and `--config`, once per parser."""
+    """Add a flag for each field of `cls`, or for those in `only`, by section; and `--config`, once per parser.
+
+    The help leaves out those that are not in `shown`.
+    """
     if not any(action.dest == "config" for action in parser._actions):
         about = "settings as TOML; flags and environment variables take precedence"
         parser.add_argument("--config", type=Path, metavar="FILE", help=about)
-    group = parser.add_argument_group(GROUPS[cls])
+    group: argparse._ArgumentGroup | None = None
+    section = ""
     for field in dataclasses.fields(cls):
+        if field.name in _SECTIONS:
+            group, section = None, _SECTIONS[field.name]
         if field.name in without or (only is not None and field.name not in only):
             continue
-        names = ("--" + field.name.replace("_", "-"), *field.metadata["aliases"])
-        shown = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
-        default = "" if shown == "" else f"default: {shown}; "
-        about = f"{field.metadata['help']} ({default}{_variable(field)})"
-        if isinstance(field.default, bool):
-            group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=about)
-            continue
-        group.add_argument(
-            *names,
-            dest=field.name,
-            type=type(field.default),
-            choices=field.metadata["choices"],
-            metavar=None if field.metadata["choices"] else "TEXT" if isinstance(field.default, str) else "N",
-            help=about,
-        )
+        group = group or parser.add_argument_group(section)
+        _add_flag(group, field, is_shown=shown is None or field.name in shown)
+
+
+def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]", *, is_shown: bool) -> None:
+    names = (flag_of(field.name), *field.metadata["aliases"])
+    default = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
+    default = f"{default:g}" if isinstance(default, float) else default
+    about = field.metadata["help"].replace("%", "%%") + ("" if default == "" else f" (default: {default})")
+    shown = about if is_shown else argparse.SUPPRESS
+    if isinstance(field.default, bool):
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=shown)
+        return
+    group.add_argument(
+        *names,
+        dest=field.name,
+        type=type(field.default),
+        choices=field.metadata["choices"],
+        metavar=None if field.metadata["choices"] else metavar_of(field),
+        help=shown,
+    )
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def metavar_of(field: "dataclasses.Field[Any]") -> str:
+    """What the help shows in place of a value."""
+    found = field.metadata["metavar"] or _METAVARS.get(field.name) or _METAVARS.get(field.name.rpartition("_")[2])
+    return found or ("TEXT" if isinstance(field.default, str) else "N")
 
 
 def from_arguments(cls: type[C], arguments: argparse.Namespace) -> C:

@@ -19,7 +19,7 @@ from holdfast.bench.gates import Gate, all_right, faster, median, none_missing, 
 from holdfast.bench.machine import MIB, resident_bytes
 from holdfast.bench.processes import ProcessFailed, RunningServer, serving
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Chart, Scenario, require
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.config import DEFAULT_MODEL, option
 from holdfast.errors import ConfigError
 
@@ -30,6 +30,7 @@ How = Literal["live", "snapshot", "recomputed"]
 HOWS: tuple[How, ...] = get_args(How)
 
 _CHECKPOINTS = 20
+_MAX_FAILED = 10  # turns in a row
 _APPENDED = 4
 _SESSION_KIB = 64  # tokens, spans and bookkeeping of a session without a slab
 _WORKING_MB = 64  # snapshots that are being written or read
@@ -55,7 +56,6 @@ class CapacitySettings:
 
 
 def measure(settings: CapacitySettings, results: Results) -> None:
-    require("holdfast_sdk")
     from holdfast_sdk import HoldfastError as SdkError
 
     results.step("starting the server")
@@ -90,6 +90,7 @@ class _CapacityRun:
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     num_done: int = 0
     num_saved: int = 0
+    num_failed: int = 0  # in a row
 
     async def run(self) -> None:
         self.results.step("warming up")
@@ -141,10 +142,12 @@ class _CapacityRun:
         for session in sessions:
             await self._turn(session)
         for _ in range(3):
-            times = await asyncio.gather(*(self._turn(session) for session in sessions))
-            self.results.extend("active/turn_ms", "ms", [turn_ms for turn_ms, _ in times])
+            found = await asyncio.gather(*(self._turn(session) for session in sessions))
+            self.results.extend("active/turn_ms", "ms", [times[0] for times in found if times])
 
-    def _record(self, how: str, times: tuple[float, float]) -> None:
+    def _record(self, how: str, times: tuple[float, float] | None) -> None:
+        if times is None:
+            return
         self.results.extend(f"{how}/turn_ms", "ms", [times[0]])
         self.results.extend(f"{how}/first_token_ms", "ms", [times[1]])
 
@@ -164,7 +167,23 @@ class _CapacityRun:
         tokens = self.chance.choices(self.vocabulary, k=self.settings.tokens)
         return await self.clients.sdk.create_session(token_ids=tokens)
 
-    async def _turn(self, session: "AsyncSession") -> tuple[float, float]:
+    async def _turn(self, session: "AsyncSession") -> tuple[float, float] | None:
+        """The times of a turn; None if it failed, which is counted. Raises if many in a row do: the server is gone."""
+        from holdfast_sdk import HoldfastError as SdkError
+
+        try:
+            times = await self._timed_turn(session)
+        except SdkError as exc:
+            self.num_failed += 1
+            self.results.count("wrong", True)
+            self.results.note(f"a turn failed: {exc.code}: {exc}")
+            if self.num_failed == _MAX_FAILED:
+                raise
+            return None
+        self.num_failed = 0
+        return times
+
+    async def _timed_turn(self, session: "AsyncSession") -> tuple[float, float]:
         """Milliseconds of the turn and to its first token. Counts a turn with a wrong length as wrong."""
         before = session.history_length or 0
         appended = self.chance.choices(self.vocabulary, k=_APPENDED)
@@ -242,7 +261,9 @@ SCENARIO = Scenario(
     about="many parked sessions on a few slabs: all of them answer, memory stays within its budget, the cost of waking",
     settings=CapacitySettings,
     quick={"sessions": 24, "tokens": 200, "slabs": 2, "snapshot_mb": 60, "disk_mb": 30, "live_every": 2},
+    quick_s=35,
     num_rounds=lambda settings: _CHECKPOINTS,
+    needs=lambda settings: ("holdfast_sdk",),
     measure=measure,
     judge=judge,
     charts=charts,

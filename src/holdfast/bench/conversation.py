@@ -46,17 +46,17 @@ class SdkChat:
         self._chat = chat
         self._reply_tokens = reply_tokens
         self._bias = dict.fromkeys(chat.continuation.stop_token_ids, -100.0)
-        self._last: int | None = None
+        self.last: int | None = None
 
     def ask(self, question: str) -> TimedReply:
         ids = self._ids(question)
-        wanted = len(ids) + (self._last is not None)
+        wanted = len(ids) + (self.last is not None)
         first_s, started = 0.0, time.perf_counter()
         generation = self._turn(ids, temperature=0.0)
         for _ in generation:
             first_s = first_s or time.perf_counter() - started
         total_s = time.perf_counter() - started
-        self._last = generation.tokens[-1]
+        self.last = generation.tokens[-1]
         return TimedReply(
             turn_ms=total_s * 1000,
             first_token_ms=first_s * 1000,
@@ -64,6 +64,16 @@ class SdkChat:
             wanted=wanted,
             text=self._chat.tokenizer.decode(generation.tokens, skip_special=True),
         )
+
+    @property
+    def history_length(self) -> int:
+        return self.session.history_length or 0
+
+    def rewind(self, length: int, last: int | None) -> None:
+        """Go back to the first `length` tokens, which end with `last`."""
+        if self.session.info().history_length > length:
+            self.session.rewind(length)
+        self.last = last
 
     def sample(self, question: str, num_chunks: int) -> list[int]:
         """The sampled tokens of a turn whose own tokens are appended in `num_chunks` parts."""
@@ -73,7 +83,7 @@ class SdkChat:
         for part in parts[:-1]:
             self.session.append(part)
         tokens = [token.id for token in self._turn(parts[-1], temperature=0.8, seed=1)]
-        self._last = tokens[-1]
+        self.last = tokens[-1]
         return tokens
 
     def _turn(self, ids: list[int], **sampling: Any) -> "Generation":
@@ -83,9 +93,9 @@ class SdkChat:
 
     def _ids(self, question: str) -> list[int]:
         message = {"role": "user", "content": question}
-        if self._last is None:
+        if self.last is None:
             return self._chat.continuation.first([SYSTEM, message]).ids
-        return self._chat.continuation.tail(self._last, [message]).ids
+        return self._chat.continuation.tail(self.last, [message]).ids
 
 
 class OpenAIServer:
@@ -121,7 +131,7 @@ class OpenAIChat:
     def __init__(self, server: OpenAIServer, path: str, chat: ChatModel, reply_tokens: int) -> None:
         self.messages = [dict(SYSTEM)]
         self.recomputed = 0
-        self._history = 0
+        self.history_length = 0
         self._server = server
         self._client = server.client.with_options(base_url=server.http + path)
         self._reply_tokens = reply_tokens
@@ -149,8 +159,8 @@ class OpenAIChat:
         ended, sent_at = time.perf_counter(), self._server.sent_at
         if usage is None:
             raise ProcessFailed("a streamed response ended without its usage")
-        wanted = usage.prompt_tokens - self._history + bool(self._history)
-        self._history = usage.total_tokens
+        wanted = usage.prompt_tokens - self.history_length + bool(self.history_length)
+        self.history_length = usage.total_tokens
         self.recomputed = usage.model_dump()["holdfast"]["recomputed_tokens"]
         return TimedReply(
             turn_ms=(ended - started) * 1000,

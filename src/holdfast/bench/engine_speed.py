@@ -4,7 +4,6 @@ Each contestant is a process with its own copy of the model. All of them are loa
 slows down the machine slows down all of them. This module is also the program of our own contestants.
 """
 
-import asyncio
 import contextlib
 import functools
 import itertools
@@ -24,10 +23,10 @@ from numpy.typing import NDArray
 
 from holdfast.bench import llama_peer
 from holdfast.bench.gates import Gate, median_at_least
-from holdfast.bench.processes import Child, ProcessFailed, RunningServer, obey, serving, started
+from holdfast.bench.processes import Child, ProcessFailed, RunningServer, obey, run_helper, serving, started
 from holdfast.bench.quality import log_softmax, long_text
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Chart, Scenario, require
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DEFAULT_MODEL, EngineConfig, option
 from holdfast.engine.factory import build_engine
@@ -200,8 +199,6 @@ class DecodeSpeedSettings:
 
 
 def _measure_decode(settings: DecodeSpeedSettings, results: Results) -> None:
-    if settings.hammer_s:
-        require("holdfast_sdk")
     with tempfile.TemporaryDirectory() as folder:
         results.step("loading")
         peers = find_peers(settings.llama_python, settings.model, Path(folder), results)
@@ -317,9 +314,11 @@ def _judge_decode(report: Report) -> list[Gate]:
 
 DECODE = Scenario(
     name="decode",
+    needs=lambda settings: ("holdfast_sdk",) if settings.hammer_s else (),
     about="decoded tokens/s by dtype, batch and history, compared with llama.cpp if it is installed",
     settings=DecodeSpeedSettings,
-    quick={"rounds": 2, "tokens": 16, "long": 0, "hammer_s": 1.0},
+    quick={"rounds": 2, "tokens": 16, "history": 128, "long": 0, "hammer_s": 1.0},
+    quick_s=60,
     num_rounds=lambda settings: settings.rounds * (2 if settings.long else 1) + 1,
     measure=_measure_decode,
     judge=_judge_decode,
@@ -363,6 +362,7 @@ PREFILL = Scenario(
     about="prompt tokens/s by dtype, compared with llama.cpp if it is installed",
     settings=PrefillSpeedSettings,
     quick={"rounds": 3, "tokens": 256},
+    quick_s=20,
     num_rounds=lambda settings: settings.rounds,
     measure=_measure_prefill,
     judge=lambda report: _judge(report, {"int8_to_llama_q8_0": 3.0, "int8_to_llama_file": 3.0}),
@@ -372,7 +372,9 @@ PREFILL = Scenario(
 )
 
 
-async def _main(contestant: Contestant) -> None:
+async def _main(model: str, config: EngineConfig) -> None:
+    contestant = Contestant(model, config)
+
     async def run(line: bytes) -> float:
         return contestant.run(msgspec.json.decode(line, type=EngineTask))
 
@@ -380,4 +382,4 @@ async def _main(contestant: Contestant) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Contestant(sys.argv[1], msgspec.json.decode(sys.argv[2], type=EngineConfig))))
+    run_helper(_main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=EngineConfig)))

@@ -22,6 +22,8 @@ QUESTION = " sea" * 64  # 64 tokens of the default model
 _TIMEOUT_S = 30.0
 _SLACK_S = 120.0  # that a load may take beyond its duration
 _HAMMER_CONNECTIONS = 8
+_PAUSE_S = 0.1  # after a request that failed
+_REFUSED = 300  # and above: a status that is no success
 
 
 def request(method: str, path: str, body: bytes = b"") -> bytes:
@@ -199,26 +201,43 @@ class _Load:
         return self._result
 
     async def _client(self) -> None:
-        connection = await _connect(self._plan.address)
-        try:
-            await self._session(connection)
-            while time.perf_counter() < self._deadline:
-                await self._session(connection)
-        finally:
-            connection.close()
+        """Sessions one after the other; a connection that fails is counted as a wrong reply and made again."""
+        is_first = True
+        while is_first or time.perf_counter() < self._deadline:
+            is_first = False
+            try:
+                connection = await _connect(self._plan.address)
+                try:
+                    await self._session(connection)
+                    while time.perf_counter() < self._deadline:
+                        await self._session(connection)
+                finally:
+                    connection.close()
+            except OSError as exc:
+                self._result.num_chats += 1
+                self._count_wrong(str(exc))
+                await asyncio.sleep(_PAUSE_S)
+
+    def _count_wrong(self, problem: str) -> None:
+        self._result.num_wrong += 1
+        self._result.wrong = self._result.wrong or problem
 
     async def _session(self, connection: Connection) -> None:
         base, result = "", self._result
         if not self._plan.is_straight:
             created = await connection.ask(_CREATE)
+            if created.status >= _REFUSED:
+                self._count_wrong(f"no session: status {created.status}: {created.body[:200]!r}")
+                result.num_chats += 1
+                await asyncio.sleep(_PAUSE_S)
+                return
             base = f"/sessions/{msgspec.json.decode(created.body)['session_id']}"
         for body in self._bodies:
             started = time.perf_counter()
             reply = await connection.ask(request("POST", base + _CHAT, body))
             ended = time.perf_counter()
             if reply.status != 200 or reply.body != self._expected:
-                result.num_wrong += 1
-                result.wrong = result.wrong or f"status {reply.status}: {reply.body[:200]!r}"
+                self._count_wrong(f"status {reply.status}: {reply.body[:200]!r}")
             result.num_chats += 1
             if not self._plan.duration_s or self._counted_from <= ended < self._deadline:
                 result.chat_ms.append((ended - started) * 1000)
@@ -242,11 +261,16 @@ class _Load:
     async def _ask_health(self, free: list[Connection]) -> None:
         while free and not free[-1].is_open:  # servers close a connection that was idle for some seconds
             free.pop()
-        connection = free.pop() if free else await _connect(self._plan.address)
-        started = time.perf_counter()
-        reply = await connection.ask(_HEALTH)
+        try:
+            connection = free.pop() if free else await _connect(self._plan.address)
+            started = time.perf_counter()
+            reply = await connection.ask(_HEALTH)
+        except OSError as exc:
+            self._count_wrong(f"health: {exc}")
+            return
         self._result.health_ms.append((time.perf_counter() - started) * 1000)
-        self._result.num_wrong += reply.status != 200
+        if reply.status != 200:
+            self._count_wrong(f"health: status {reply.status}")
         free.append(connection)
 
 

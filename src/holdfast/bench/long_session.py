@@ -19,10 +19,11 @@ from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_b
 from holdfast.bench.machine import resident_bytes
 from holdfast.bench.processes import ProcessFailed, RunningServer, serving
 from holdfast.bench.report import Better, Report, Results
-from holdfast.bench.runner import Chart, Scenario, command_of, require
+from holdfast.bench.runner import Chart, Scenario, command_of
 from holdfast.bench.turn_series import TurnMeasurement, aggregate_run, in_buckets, turns_of, unit_of
 from holdfast.chat.chat_model import load_chat
-from holdfast.config import DEFAULT_MODEL, ChatConfig, option
+from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, option
+from holdfast.engine.factory import has_exact_engine
 from holdfast.errors import ConfigError
 from holdfast.models import open_model
 
@@ -36,6 +37,9 @@ CONTROL = "stateless"
 _TURNS = 500
 _CHECKPOINTS = 20
 _LONG_RUN_S = 14_400.0
+_MAX_FAILED = 3  # turns in a row, after which the server counts as gone
+_PAUSE_S = 0.5  # after a failed turn
+INEXACT = "this engine has no --deterministic: whether chunks change the sampled tokens was not judged"
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "int8": 2}  # of the cache
 
 
@@ -46,20 +50,23 @@ class LongSessionSettings:
     turn_spacing_s: float = option(0.0, "minimum time from the start of one turn to the start of the next")
     reply_tokens: int = option(16, "sampled tokens in each reply", least=1)
     recent: int = option(1024, "window of the server", least=1)
-    dtype: str = option("int8", "weights of the server, which runs with --deterministic")
+    device: str = option("auto", "device of the server")
+    dtype: str = option("auto", "weights of the server; auto: int8, or bfloat16 where the engine has no int8")
     retry_every: int = option(25, "turns after which a turn is retried with the openai package; 0: never")
     control_share: float = option(0.2, "share of the time that the control may take")
     script_turns: int = option(8, "turns that are sampled twice, appended in different chunks", least=1)
     model: str = option(DEFAULT_MODEL, "model that is served")
-    server: str = option("", "gRPC HOST:PORT of a running server, instead of starting one; needs --http")
-    http: str = option("", "HTTP URL of the running server")
+    server: str = option(
+        "", "gRPC HOST:PORT of a running server, instead of starting one; needs --http", metavar="HOST:PORT"
+    )
+    http: str = option("", "HTTP URL of the running server", metavar="URL")
     pid: int = option(0, "process id of the running server, to measure its memory; 0: find it by its port")
 
     def __post_init__(self) -> None:
         if bool(self.server) != bool(self.http):
             raise ConfigError("--server HOST:PORT and --http URL must be given together")
-        if self.dtype not in _ITEMSIZES:
-            raise ConfigError(f"dtype must be one of {', '.join(_ITEMSIZES)}, got {self.dtype!r}")
+        if self.dtype not in ("auto", *_ITEMSIZES):
+            raise ConfigError(f"dtype must be one of auto, {', '.join(_ITEMSIZES)}, got {self.dtype!r}")
 
     @property
     def num_turns(self) -> int:
@@ -70,9 +77,19 @@ class LongSessionSettings:
         by_turns = num_turns / self.num_turns if self.num_turns else 0.0
         return max(by_turns, elapsed_s / self.duration_s if self.duration_s else 0.0)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine of the server can be told to be deterministic, and has int8 weights."""
+        return has_exact_engine(open_model(self.model), EngineConfig(device=self.device))
+
+    @property
+    def served_dtype(self) -> str:
+        return self.dtype if self.dtype != "auto" else "int8" if self.is_exact else "bfloat16"
+
     def server_flags(self) -> list[str]:
-        sizes = ["--recent", str(self.recent), "--dtype", self.dtype, "--deterministic", "--sessions", "4"]
-        return [self.model, *sizes]
+        sizes = ["--recent", str(self.recent), "--dtype", self.served_dtype, "--sessions", "4"]
+        device = ["--device", self.device] if self.device != "auto" else []
+        return [self.model, *sizes, *device, *(["--deterministic"] if self.is_exact else [])]
 
 
 def judge(report: Report) -> list[Gate]:
@@ -95,12 +112,13 @@ def judge(report: Report) -> list[Gate]:
         is_control = contestant == CONTROL
         gates += [control(f"control/{gate.name}", gate, len(full)) if is_control else gate for gate in (kv, prefill)]
     same, violations = report.values("script/is_same"), report.values("invariant_violations")
-    agreed = report.values("doors_agree")
+    agreed, failed = report.values("doors_agree"), report.values("turn_failed")
     return [
         *gates,
-        all_right("determinism", len(same), same.count(0.0)),
+        *([] if INEXACT in report.notes else [all_right("determinism", len(same), same.count(0.0))]),
         all_right("invariants", len(violations), sum(map(bool, violations))),
         all_right("doors_agree", len(agreed), agreed.count(0.0)),
+        all_right("every_turn_answered", len(failed), sum(map(bool, failed))),
     ]
 
 
@@ -130,10 +148,10 @@ def commands(settings: LongSessionSettings) -> str:
 
 
 def measure(settings: LongSessionSettings, results: Results) -> None:
-    require("holdfast_sdk", "openai")
     import holdfast_sdk
-    import openai
 
+    if not settings.server and not settings.is_exact:
+        results.note(INEXACT)
     results.step("starting the server")
     try:
         with (
@@ -142,10 +160,19 @@ def measure(settings: LongSessionSettings, results: Results) -> None:
             contextlib.closing(OpenAIServer(server.http)) as openai_server,
         ):
             _LongSessionRun(settings, results, server, client, openai_server).run()
-    except (holdfast_sdk.HoldfastError, openai.OpenAIError, OSError) as exc:
+    except _client_errors() as exc:
         raise ProcessFailed(f"the server did not answer as expected: {exc}") from exc
     finally:
         _summarize(results)
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """How a turn can fail with either client. The openai package lets errors of httpx through in mid-stream."""
+    import holdfast_sdk
+    import httpx
+    import openai
+
+    return holdfast_sdk.HoldfastError, openai.OpenAIError, httpx.HTTPError, OSError, ProcessFailed
 
 
 def _summarize(results: Results) -> None:
@@ -197,7 +224,9 @@ class _LongSessionRun:
         if (served := client.model_info()).tokenizer_hash != source.tokenizer_hash:
             raise ConfigError(f"the server has {served.name}, not {settings.model}; pass its model with --model")
         arch = source.architecture
-        self._position_bytes = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * _ITEMSIZES[settings.dtype]
+        self._position_bytes = (
+            2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * _ITEMSIZES[settings.served_dtype]
+        )
         self._settings = settings
         self._results = results
         self._server = server
@@ -205,6 +234,7 @@ class _LongSessionRun:
         self._openai_server = openai_server
         self._chat = load_chat(source, ChatConfig(), arch.vocab_size)
         self._control_s = 0.0
+        self._errors = _client_errors()
 
     def run(self) -> None:
         self._results.step("checking determinism")
@@ -227,27 +257,45 @@ class _LongSessionRun:
     def _converse(self, sdk: SdkChat, chat: OpenAIChat, sessions: "Mapping[ClientName, Session]") -> None:
         settings, results = self._settings, self._results
         stateless, pace = self._openai_chat("/v1"), self._openai_chat("/v1")
-        started, number, num_saved = time.perf_counter(), 0, 0
+        started, number, num_saved, num_failed = time.perf_counter(), 0, 0, 0
+        known: tuple[int, int | None, int] = (0, None, 0)
         while settings.progress(number, (at_s := time.perf_counter() - started)) < 1:
             number += 1
             results.step(f"turn {number}" + (f" of {settings.num_turns}" if settings.num_turns else ""))
             question = question_of(number)
             chat.messages.append({"role": "user", "content": question})
-            pace_ms = pace.ask([SYSTEM, {"role": "user", "content": question_of(0)}], 1).first_token_ms
-            replies: dict[ClientName, TimedReply] = {}
-            turns: dict[ClientName, TurnMeasurement] = {}
-            for name in CLIENTS if number % 2 else reversed(CLIENTS):
-                replies[name] = sdk.ask(question) if name == "sdk" else chat.ask(chat.messages)
-                turns[name] = self._record(name, (at_s, pace_ms), replies[name], sessions[name])
+            try:
+                if num_failed:
+                    sdk.rewind(*known[:2])
+                    chat.history_length = known[2]
+                known = (sdk.history_length, sdk.last, chat.history_length)
+                pace_ms = pace.ask([SYSTEM, {"role": "user", "content": question_of(0)}], 1).first_token_ms
+                order = CLIENTS if number % 2 else reversed(CLIENTS)
+                replies = {name: sdk.ask(question) if name == "sdk" else chat.ask(chat.messages) for name in order}
+                turns = {name: self._measured((at_s, pace_ms), replies[name], sessions[name]) for name in CLIENTS}
+                # The control takes ever longer, so it runs as often as its share of the time allows.
+                has_control = self._control_s <= settings.control_share * (time.perf_counter() - started)
+                control_reply = stateless.ask(chat.messages, truncation="auto") if has_control else None
+                retried = settings.retry_every and number % settings.retry_every == 0
+                text = self._retry(chat) if retried else replies["openai"].text
+            except self._errors as exc:  # the next turn goes on where this one began
+                results.count("turn_failed", True)
+                results.note(f"turn {number} failed: {str(exc) or type(exc).__name__}")
+                chat.messages.pop()
+                num_failed += 1
+                if num_failed == _MAX_FAILED:
+                    raise
+                time.sleep(_PAUSE_S)
+                continue
+            num_failed = 0
+            results.count("turn_failed", False)
+            for name in CLIENTS:
+                self._write(name, turns[name])
             results.extend("openai/client_ms", "ms", [replies["openai"].client_ms])
             results.count("doors_agree", replies["sdk"].text == replies["openai"].text)
-            # The control takes ever longer, so it runs as often as its share of the time allows.
-            if self._control_s <= settings.control_share * (time.perf_counter() - started):
-                self._record_control(stateless.ask(chat.messages, truncation="auto"), turns["openai"])
+            if control_reply:
+                self._record_control(control_reply, turns["openai"])
             self._repeat_control()
-            text = replies["openai"].text
-            if settings.retry_every and number % settings.retry_every == 0:
-                text = self._retry(chat)
             chat.messages.append({"role": "assistant", "content": text})
             elapsed_s = time.perf_counter() - started
             done = min(1.0, settings.progress(number, elapsed_s))
@@ -257,13 +305,12 @@ class _LongSessionRun:
             if done < 1:
                 time.sleep(max(0.0, at_s + settings.turn_spacing_s - elapsed_s))
 
-    def _record(
-        self, name: ClientName, times: tuple[float, float], reply: TimedReply, session: "Session"
-    ) -> TurnMeasurement:
+    def _measured(self, times: tuple[float, float], reply: TimedReply, session: "Session") -> TurnMeasurement:
         info = session.info()
         computed, size = info.history_length - 1, info.sink + info.recent  # the last token is pending
         at_s, pace_ms = times
-        turn = TurnMeasurement(
+        self._results.count("invariant_violations", info.inv1_violations + info.inv2_violations)
+        return TurnMeasurement(
             at_s=at_s,
             pace_ms=pace_ms,
             turn_ms=reply.turn_ms,
@@ -276,9 +323,6 @@ class _LongSessionRun:
             is_full=float(computed >= size),
             memory_bytes=resident_bytes(self._server.pid),
         )
-        self._write(name, turn)
-        self._results.count("invariant_violations", info.inv1_violations + info.inv2_violations)
-        return turn
 
     def _record_control(self, reply: TimedReply, beside: TurnMeasurement) -> None:
         """The same turn without a session: the whole history is computed, and so are its keys and values."""
@@ -322,7 +366,9 @@ SCENARIO = Scenario(
     about="one session for many turns with our SDK and the openai package: flat latency and memory, unlike stateless",
     settings=LongSessionSettings,
     quick={"duration_s": 20.0, "recent": 128, "reply_tokens": 3, "retry_every": 8, "script_turns": 3},
+    quick_s=35,
     num_rounds=lambda settings: _CHECKPOINTS,
+    needs=lambda settings: ("holdfast_sdk", "openai"),
     measure=measure,
     judge=judge,
     charts=charts,

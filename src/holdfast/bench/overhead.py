@@ -200,6 +200,7 @@ SCENARIO = Scenario(
     about="turns/s, added latency and memory per session, compared with the upstream alone; with and without a journal",
     settings=OverheadSettings,
     quick={"rounds": 3, "seconds": 1.2, "ramp_s": 0.2, "alone_s": 0.5, "large_s": 0.8, "kept_sessions": 500},
+    quick_s=35,
     num_rounds=lambda settings: settings.rounds + 1,
     measure=measure,
     judge=judge,

@@ -1,6 +1,6 @@
 """Child processes of a bench: helpers that take orders as lines of JSON, and `holdfast serve` as a user starts it.
 
-All of them end with the bench: helpers when their stdin ends, servers because their owner stops or kills them.
+All of them end with the bench, however it ends: they stop when their stdin does.
 """
 
 import asyncio
@@ -8,11 +8,13 @@ import contextlib
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,6 +28,12 @@ _HELPER_END_S = 10.0
 _SERVER_END_S = 60.0
 _POLL_S = 0.02
 _SHOWN = 2000
+_UNTIL_STDIN_ENDS = """
+import runpy
+from holdfast.bench.processes import stop_when_stdin_ends
+stop_when_stdin_ends()
+runpy.run_module("holdfast.cli", run_name="__main__")
+"""
 _ADDRESSES = re.compile(r"gRPC +(\S+)\n(?:.*\n)*? +metrics +(http://\S+)/metrics")
 
 T = TypeVar("T")
@@ -53,6 +61,9 @@ class _ChildProcess:
         self._process.kill()
         self._process.wait()
         self._errors.close()
+        if self._process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
 
     def _stderr(self) -> str:
         """All of its stderr so far. Not by `read`: the process shares the position in the file."""
@@ -95,19 +106,29 @@ class Child(_ChildProcess):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_HELPER_END_S)
-        self.kill()
+        try:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_HELPER_END_S)
+        finally:  # a second Ctrl-C ends the wait, and the process all the same
+            self.kill()
 
 
 def started(module: str, *arguments: object) -> Child:
     """`python -m holdfast.bench.MODULE`; arguments other than text are passed as JSON."""
     words = [word if isinstance(word, str) else msgspec.json.encode(word).decode() for word in arguments]
     return Child(module, [sys.executable, "-m", f"holdfast.bench.{module}", *words])
+
+
+def run_helper(main: Coroutine[Any, Any, None]) -> None:
+    """Run the coroutine of a helper process. What it refuses is one sentence on stderr."""
+    try:
+        asyncio.run(main)
+    except HoldfastError as exc:
+        sys.exit(str(exc))
 
 
 async def obey(ready: Any, handle: Callable[[bytes], Awaitable[Any]]) -> None:
@@ -141,8 +162,8 @@ class ServerProcess(_ChildProcess):
     def __init__(self, *flags: str) -> None:
         addresses = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
         self._started = time.perf_counter()
-        command = [sys.executable, "-m", "holdfast.cli", "serve", *addresses, *flags]
-        super().__init__("holdfast serve", command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-c", _UNTIL_STDIN_ENDS, "serve", *addresses, *flags]
+        super().__init__("holdfast serve", command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
     def wait_until_served(self) -> tuple[RunningServer, float]:
         """Blocks until both endpoints are open; also how many seconds that took since its start."""
@@ -157,11 +178,24 @@ class ServerProcess(_ChildProcess):
 
     def stop(self) -> int:
         """SIGTERM; blocks until the process has ended, and gives its exit code."""
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_SERVER_END_S)
-        self.kill()
+        try:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_SERVER_END_S)
+        finally:  # a second Ctrl-C ends the wait, and the process all the same
+            self.kill()
         return self._process.returncode
+
+
+def stop_when_stdin_ends() -> None:
+    """In a server of a bench: SIGTERM to this process once the bench has ended, even by SIGKILL."""
+
+    def follow() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 @contextlib.contextmanager

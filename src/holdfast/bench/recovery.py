@@ -16,7 +16,7 @@ from holdfast.bench.agents import Agent, ChatAgent, ServerClients, ServerGone, T
 from holdfast.bench.gates import Gate, all_right, none_missing, under_load
 from holdfast.bench.processes import ServerProcess, started
 from holdfast.bench.report import Report, Results
-from holdfast.bench.runner import Chart, Scenario, require
+from holdfast.bench.runner import Chart, Scenario
 from holdfast.config import DEFAULT_MODEL, option
 from holdfast.errors import HoldfastError
 
@@ -49,7 +49,6 @@ class RecoverySettings:
 
 
 def measure(settings: RecoverySettings, results: Results) -> None:
-    require("holdfast_sdk")
     for part in PARTS:
         if settings.num_kills(part):
             with tempfile.TemporaryDirectory(prefix="holdfast-recovery-") as folder, _flags(part, settings) as flags:
@@ -317,7 +316,9 @@ SCENARIO = Scenario(
     about="kill -9 under load over HTTP and gRPC, again and again: no acknowledged turn is lost or altered",
     settings=RecoverySettings,
     quick={"kills": 3, "embedded_kills": 1, "turns": 8},
+    quick_s=45,
     num_rounds=lambda settings: settings.kills + settings.embedded_kills,
+    needs=lambda settings: ("holdfast_sdk",),
     measure=measure,
     judge=judge,
     charts=charts,

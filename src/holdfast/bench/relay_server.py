@@ -19,7 +19,7 @@ from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import DecodeQueue, upstream_model_info
 from holdfast.bench.machine import own_cpu_s, resident_bytes
-from holdfast.bench.processes import obey
+from holdfast.bench.processes import obey, run_helper
 from holdfast.chat.chat_model import load_chat
 from holdfast.config import ChatConfig, ServeConfig, UpstreamConfig
 from holdfast.metrics import Metrics
@@ -135,4 +135,4 @@ async def _main(upstream_url: str, mode: Mode, model_name: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(*sys.argv[1:]))  # type: ignore[arg-type]
+    run_helper(_main(*sys.argv[1:]))  # type: ignore[arg-type]

@@ -168,6 +168,7 @@ SCENARIO = Scenario(
     about="p95 of /health and chats/s while 64 sessions get 1.3 MiB replies; inline, lane and threads side by side",
     settings=ResponsivenessSettings,
     quick={"rounds": 4, "seconds": 1.2, "ramp_s": 0.3, "warmup_s": 0.5},
+    quick_s=20,
     num_rounds=lambda settings: settings.rounds,
     measure=measure,
     judge=judge,

@@ -9,6 +9,7 @@ import dataclasses
 import html
 import importlib.util
 import io
+import os
 import shlex
 import signal
 import sys
@@ -19,10 +20,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from holdfast.bench.gates import Gate
+from holdfast.bench.machine import load_averages
 from holdfast.bench.report import Report, Results, encode, write
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.extras import how_to_install
@@ -52,10 +63,12 @@ class Scenario:
     about: str
     settings: type[Any]
     quick: Mapping[str, Any]  # settings that --quick changes
+    quick_s: int  # how long that takes on two cores that have nothing else to do, rounded up
     num_rounds: Callable[[Any], int]
     measure: Callable[[Any, Results], None]
     judge: Callable[[Report], list[Gate]]
     charts: Callable[[Any], Sequence[Chart]]
+    needs: Callable[[Any], Sequence[str]] = lambda settings: ()  # optional packages
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ class Output:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends a run as Ctrl-C does, so that servers and other child processes are stopped."""
+    """SIGTERM or SIGHUP: ends a run as Ctrl-C does, so that servers and other child processes are stopped."""
 
 
 def require(*modules: str) -> None:
@@ -79,9 +92,10 @@ def require(*modules: str) -> None:
 
 def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = False) -> int:
     """0 if every gate passed, 1 if one failed, 130 after Ctrl-C. Raises what went wrong once the report is saved."""
+    require(*scenario.needs(settings))
     console = Console(stderr=True, highlight=False)
     if is_quick:
-        console.print(f"[yellow]{scenario.name}, quick: shorter and noisier than the full run[/]")
+        console.print(f"[yellow]{scenario.name}, quick: {quick_note(scenario)}{_busy_note()}[/]", soft_wrap=True)
     with _progress(console, scenario.name, scenario.num_rounds(settings)) as (step, advance):
         results = Results(
             scenario.name,
@@ -101,8 +115,11 @@ def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = F
         results.on_round = checkpoint
         end = _measure(scenario, settings, results)
     report = results.report
+    if isinstance(end, HoldfastError) and not report.series and not report.figures:
+        raise end  # a wrong setting, a model that is not there: there is nothing to report
     report.gates = scenario.judge(report)
-    _save(report, scenario.charts(settings), path, output, console)
+    with _signals(signal.SIG_IGN, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        _save(report, scenario.charts(settings), path, output, console)
     if isinstance(end, HoldfastError):
         raise end
     if end is not None:
@@ -110,11 +127,20 @@ def run(scenario: Scenario, settings: Any, output: Output, *, is_quick: bool = F
     return 0 if report.passed else 1
 
 
+def quick_note(scenario: Scenario) -> str:
+    return f"shorter and noisier than the full run, about {scenario.quick_s} s on two idle cores"
+
+
+def _busy_note() -> str:
+    load, cores = (*load_averages(), 0.0)[0], os.cpu_count() or 1
+    return f"; this machine is busy (load {load:g} on {cores} cores), so it takes longer" if load > cores / 2 else ""
+
+
 def _measure(scenario: Scenario, settings: Any, results: Results) -> BaseException | None:
     """What ended the run early, if anything. What was measured until then stays in the report."""
     end = None
     try:
-        with _sigterm_raised():
+        with _signals(_terminate, signal.SIGTERM, signal.SIGHUP):
             scenario.measure(settings, results)
     except (KeyboardInterrupt, HoldfastError) as exc:
         results.report.is_partial = True
@@ -125,21 +151,22 @@ def _measure(scenario: Scenario, settings: Any, results: Results) -> BaseExcepti
     return end
 
 
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated
+
+
 @contextlib.contextmanager
-def _sigterm_raised() -> Iterator[None]:
-    """SIGTERM raises Terminated. Only the main thread may set signal handlers; elsewhere nothing changes."""
+def _signals(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals so. Only the main thread may set signal handlers; elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def terminate(number: int, frame: object) -> None:
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, terminate)
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def command_of(scenario: Scenario, settings: Any, *, is_quick: bool) -> str:
@@ -162,7 +189,7 @@ def _save(report: Report, charts: Sequence[Chart], path: Path, output: Output, c
     _show(report, console)
     if not image and report.figures:
         console.print(HOW_TO_PLOT, style="yellow", markup=False, soft_wrap=True)
-    console.print(f"[dim]report: {path} and {path.with_suffix('.html').name}[/]", soft_wrap=True)
+    console.print(f"[dim]report: {escape(str(path))} and {path.with_suffix('.html').name}[/]", soft_wrap=True)
     if output.json == "-":
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
@@ -177,7 +204,7 @@ def _show(report: Report, console: Console) -> None:
             table.add_row(name, f"{found.median:.4g}", f"{found.low:.4g} to {found.high:.4g}", figure.unit)
     console.print(table)
     for note in report.notes:
-        console.print(f"[yellow]{note}[/]")
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
     for gate in report.gates:
         mark = "[green]pass[/]" if gate.passed else "[red]FAIL[/]"
         console.print(f"{mark} {gate.name}: ", end="")
@@ -190,13 +217,21 @@ def _show(report: Report, console: Console) -> None:
 def _progress(
     console: Console, name: str, num_rounds: int
 ) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
+    """Functions that show a step and count a round: in a bar with the time that is left, in a log as lines."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=True)
+    with Progress(*columns, *times, console=console, transient=True) as progress:
         task = progress.add_task(f"{name}: starting", total=num_rounds)
-        yield (
-            lambda what: progress.update(task, description=f"{name}: {what}"),
-            lambda: progress.advance(task),
-        )
+
+        def advance() -> None:
+            progress.advance(task)
+            shown = progress.tasks[0]
+            if not console.is_terminal and shown.elapsed:
+                left_s = shown.elapsed * max(0.0, num_rounds - shown.completed) / shown.completed
+                done = f"{shown.completed:g} of {num_rounds} rounds in {shown.elapsed:.0f} s"
+                console.print(f"{name}: {done}, about {left_s:.0f} s left", style="dim")
+
+        yield lambda what: progress.update(task, description=f"{name}: {what}"), advance
 
 
 def plot(report: Report, charts: Sequence[Chart]) -> bytes | None:

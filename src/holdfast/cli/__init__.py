@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast import __version__
-from holdfast.cli import bench, chat, doctor, models, samples, serve, sessions
+from holdfast.cli import bench, chat, doctor, models, samples, serve, sessions, usage
 from holdfast.errors import HoldfastError, InvalidArgument
 
 _COMMANDS = (serve, chat, sessions, samples, models, bench, doctor)
@@ -21,14 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.register(commands)
-    arguments = parser.parse_args(argv)
+    usage.shorten(parser)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        usage.refuse_unknown(parser, sys.argv[1:] if argv is None else argv, unknown)
     try:
+        usage.check_environment(os.environ)
         status: int = arguments.run(arguments)
     except InvalidArgument as exc:
         print(f"holdfast: {exc}", file=sys.stderr)
         return 2
     except HoldfastError as exc:
         print(f"holdfast: {exc}", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print("holdfast: not enough memory; `holdfast doctor` shows how many sessions fit", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -20,7 +20,8 @@ from holdfast.bench import (
     speculation,
 )
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
-from holdfast.bench.runner import RESULTS, Output, Scenario, run
+from holdfast.bench.runner import RESULTS, Output, Scenario, quick_note, run
+from holdfast.config import flag_of, metavar_of
 from holdfast.engine.factory import build_engine
 from holdfast.errors import ConfigError
 
@@ -60,7 +61,7 @@ def _add(actions: Any, scenario: Scenario) -> None:
         help=scenario.about,
         description=f"{scenario.about}. Exits with 1 if a gate fails; after Ctrl-C the results so far are kept.",
     )
-    parser.add_argument("--quick", action="store_true", help="a shorter and noisier run, within 50 s on two cores")
+    parser.add_argument("--quick", action="store_true", help=quick_note(scenario))
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="for reports and plots (default: %(default)s)"
     )
@@ -74,8 +75,7 @@ def _add(actions: Any, scenario: Scenario) -> None:
     for field in dataclasses.fields(scenario.settings):
         quick = scenario.quick.get(field.name)
         about = f"{field.metadata['help']} (default: {field.default}{'' if quick is None else f'; quick: {quick}'})"
-        name, kind = field.name.replace("_", "-"), type(field.default)
-        group.add_argument(f"--{name}", type=kind, metavar="TEXT" if kind is str else "N", help=about)
+        group.add_argument(flag_of(field.name), type=type(field.default), metavar=metavar_of(field), help=about)
     parser.set_defaults(run=lambda arguments: _run(scenario, arguments))
 
 
@@ -112,7 +112,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         table.add_row(one.name, _shown(one.before), _shown(one.after), f"{one.ratio:.3g}", said, one.before.unit)
     console = Console(highlight=False)
     for caution in cautions(before, after):
-        console.print(f"[yellow]{caution}[/]", soft_wrap=True)
+        console.print(caution, style="yellow", markup=False, soft_wrap=True)
     console.print(table)
     return 0
 

@@ -16,6 +16,7 @@ from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.chat.chat_model import ChatModel, load_chat
 from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Detokenizer
+from holdfast.cli.checks import require_fit
 from holdfast.cli.client import add_server_flags, async_client, server_errors
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.factory import build_worker
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
                 session = ServerSession(client, arguments.server, lambda: server_errors(arguments))
                 runner.run(session.connect(source))
             else:
+                require_fit(source, config)
                 worker = build_worker(source, config)
                 backend = EmbeddedBackend(worker, describe(source, config, worker))
                 backend.start()

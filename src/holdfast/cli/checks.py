@@ -5,14 +5,15 @@ Binds addresses for a moment and reads headers of model files; sends nothing, re
 
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.chat.chat_model import load_chat
 from holdfast.chat.template import Abilities
+from holdfast.cli import machine
 from holdfast.cli.machine import DataDirectory, Library, Memory
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
-from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig, check_upstream
+from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig, check_upstream, flag_of
 from holdfast.engine import factory
 from holdfast.engine.interface import engine_info
 from holdfast.engine.slab import SlabShape
@@ -49,10 +50,16 @@ class ModelFacts:
     file_bytes: int
     is_quantised: bool  # in the files and, on MLX, in memory
 
-    def sizes(self, dtype: str, device: Device, memory_bytes: int | None) -> Sizes:
+    def sizes(self, config: EngineConfig, device: Device, memory_bytes: int | None) -> Sizes:
+        dtype = factory.resolved_dtype(config.dtype, self.architecture, device)
         arch, is_native = self.architecture, device == "cpu" and factory.is_native(self.architecture, dtype)
         weights = self.file_bytes if self.is_quantised else weight_bytes(arch, dtype, device, is_native=is_native)
-        return Sizes(weight_bytes=weights, token_bytes=token_bytes(arch, dtype), memory_bytes=memory_bytes)
+        sizes = Sizes(weight_bytes=weights, token_bytes=token_bytes(arch, dtype), memory_bytes=memory_bytes)
+        if config.proposer != "draft_model" or not config.draft_model:
+            return sizes
+        small = replace(factory.draft_config(config), proposer="none")
+        draft = facts_of(open_model(config.draft_model)).sizes(small, device, memory_bytes)
+        return replace(sizes, weight_bytes=weights + draft.weight_bytes, draft_token_bytes=draft.token_bytes)
 
 
 def chosen_device(asked: str, torch: Library, mlx: Library, *, is_apple_silicon: bool) -> Device:
@@ -135,26 +142,54 @@ def check_data(data: DataDirectory | None) -> Finding:
     return Finding(what, "ok", about)
 
 
-def check_fit(sizes: Sizes, shape: SlabShape, num_sessions: int, snapshot_bytes: int, device: Device) -> Finding:
-    """`snapshot_bytes`: the host memory that snapshots of parked sessions may take later."""
+def require_fit(source: ModelSource, config: EngineConfig, snapshot_bytes: int = 0) -> str:
+    """What must be said before a model and its slabs are allocated. ConfigError with what fits if they do not.
+
+    Memory that is not touched is not taken, so an allocation that is too large may succeed, and the process dies later.
+    """
+    device, model = factory.device_of(config), facts_of(source)
+    shape, finding = check_engine(model, config, factory.resolved_dtype(config.dtype, model.architecture, device))
+    if shape:
+        sizes, total_bytes = model.sizes(config, device, machine.free_bytes(device)), machine.find_memory().total_bytes
+        finding = check_fit(sizes, shape, config.sessions, snapshot_bytes, device, total_bytes=total_bytes)
+    if finding.level == "problem":
+        raise ConfigError(finding.says)
+    return finding.says if finding.level == "warning" else ""
+
+
+def check_fit(
+    sizes: Sizes, shape: SlabShape, num_sessions: int, snapshot_bytes: int, device: Device, *, total_bytes: int
+) -> Finding:
+    """`snapshot_bytes`: the host memory that snapshots of parked sessions may take later, of `total_bytes`."""
     what, slab = "sessions", sizes.slab_bytes(shape)
     need = sizes.weight_bytes + num_sessions * slab
-    about = (
-        f"{num_sessions} slabs of {slab / _MB:,.0f} MB and {sizes.weight_bytes / _MB:,.0f} MB of weights "
-        f"take {need / _GB:.1f} GB"
-    )
+    slabs = f"{num_sessions} {'slab' if num_sessions == 1 else 'slabs'} of {slab / _MB:,.0f} MB"
+    about = f"{slabs} and {sizes.weight_bytes / _MB:,.0f} MB of weights take {need / _GB:.1f} GB"
     fitting = sizes.num_fitting(shape)
     if fitting is None or sizes.memory_bytes is None:
         return Finding(what, "warning", f"{about}: make sure that this much is free")
+    free, lower = f"{sizes.memory_bytes / _GB:.1f} GB", _larger_than_usual(shape)
     if not fitting:
-        return Finding(what, "problem", f"{about}, and not even one slab fits: use a smaller model or lower --recent")
+        says = f"{about}, and not even one slab fits into {free}: use a smaller model or lower {lower}"
+        return Finding(what, "problem", says)
     if fitting < num_sessions:
-        return Finding(what, "problem", f"{about}, but only {fitting} fit: lower --sessions to {fitting}, or --recent")
+        says = f"{about}, but only {fitting} fit into {free}: lower --sessions to {fitting}, or lower {lower}"
+        return Finding(what, "problem", says)
+    room = max(0, total_bytes - RUNTIME_BYTES - (0 if device == "cuda" else need)) // 2**20
+    if snapshot_bytes > max(room, ServeConfig().snapshot_memory_mb) * 2**20:  # a small machine may keep the default
+        says = f"snapshots of {snapshot_bytes / _GB:,.1f} GB do not fit into {total_bytes / _GB:.1f} GB of memory"
+        return Finding(what, "problem", f"{about}, but {says}: lower --snapshot-memory-mb to {room} or less")
     if device != "cuda" and need + RUNTIME_BYTES + snapshot_bytes > sizes.memory_bytes:
         room = max(0, sizes.memory_bytes - need - RUNTIME_BYTES) // 2**20
         more = "and snapshots of parked sessions may need more than is left"
         return Finding(what, "warning", f"{about}, {more}: use --snapshot-memory-mb {room}")
     return Finding(what, "ok", f"{about}; {fitting} would fit")
+
+
+def _larger_than_usual(shape: SlabShape) -> str:
+    """The flags that make a slab large."""
+    usual, names = factory.slab_shape(EngineConfig()), ("max_pin", "rewind_tokens", "prefill_chunk", "draft_length")
+    return " or ".join(["--recent", *(flag_of(name) for name in names if getattr(shape, name) > getattr(usual, name))])
 
 
 def check_server(server: ServeConfig, upstream: UpstreamConfig) -> list[Finding]:
@@ -210,7 +245,9 @@ def check_model(name: str, chat: ChatConfig | None, device: Device) -> tuple[Mod
     """The facts, if the model can be opened. `chat` is None if the server has no HTTP endpoint."""
     try:
         source = open_model(name)
-        facts = _facts(source, has_weights=bool(device))
+        facts = facts_of(source)
+        if device:
+            open_weights(source, for_mlx=True)  # checks that every file is complete
         if device in ("cpu", "cuda"):
             require_plain_weights(source)
     except ModelError as exc:
@@ -250,19 +287,14 @@ def check_abilities(abilities: Abilities) -> Finding:
     return Finding("chat", "ok", says)
 
 
-def _facts(source: ModelSource, *, has_weights: bool) -> ModelFacts:
-    architecture, is_quantised, file_bytes = source.architecture, False, 0
-    if has_weights:
-        file_bytes = sum(file.stat().st_size for file in source.weight_files)
-        is_quantised = source.is_mlx_quantised
-        open_weights(source, for_mlx=True)  # checks that every file is complete
+def facts_of(source: ModelSource) -> ModelFacts:
     return ModelFacts(
         name=source.name,
         path=str(source.path),
-        architecture=architecture,
-        num_parameters=architecture.num_parameters,
-        file_bytes=file_bytes,
-        is_quantised=is_quantised,
+        architecture=source.architecture,
+        num_parameters=source.architecture.num_parameters,
+        file_bytes=sum(file.stat().st_size for file in source.weight_files),
+        is_quantised=source.is_mlx_quantised,
     )
 
 

@@ -33,7 +33,10 @@ _FLAGS: dict[type[Any], tuple[str, ...]] = {  # those that decide whether a serv
         *("data_dir", "snapshot_memory_mb", "backend"),
     ),
     ChatConfig: ("chat_template",),
-    EngineConfig: ("device", "dtype", "sessions", "sink", "recent", "max_pin", "prefill_chunk", "rewind_tokens"),
+    EngineConfig: (
+        *("device", "dtype", "sessions", "sink", "recent", "max_pin", "prefill_chunk", "rewind_tokens"),
+        *("proposer", "draft_length", "draft_model"),
+    ),
     UpstreamConfig: ("upstream",),
 }
 _EXTRAS = (
@@ -122,10 +125,11 @@ def diagnose(
         findings.append(finding)
         if shape:
             free_bytes = torch.cuda[0].free_bytes if device == "cuda" and torch.cuda else memory.available_bytes
-            sizes = model.sizes(dtype, device, free_bytes)
+            sizes = model.sizes(engine, device, free_bytes)
             windows = window_table(sizes, shape, model.architecture.context)
             snapshot_bytes = server.snapshot_memory_mb * 2**20
-            findings.append(checks.check_fit(sizes, shape, engine.sessions, snapshot_bytes, device))
+            total = memory.total_bytes
+            findings.append(checks.check_fit(sizes, shape, engine.sessions, snapshot_bytes, device, total_bytes=total))
     return Diagnosis(
         would_start=all(finding.level != "problem" for finding in findings),
         findings=tuple(findings),

@@ -9,6 +9,7 @@ import re
 import shutil
 import sqlite3
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -85,6 +86,14 @@ def find_torch() -> Library:
         return Library(_version("torch"), failure=_first_line(exc))
 
 
+def free_bytes(device: str) -> int | None:
+    """Memory for a model and its slabs on cpu, cuda or mlx; None if the system does not report it."""
+    if device != "cuda":
+        return find_memory().available_bytes
+    devices = find_torch().cuda
+    return devices[0].free_bytes if devices else None
+
+
 def find_mlx() -> Library:
     if not is_installed("mlx"):
         return Library()
@@ -106,12 +115,29 @@ def find_memory() -> Memory:
         if available is None:
             listing = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=10).stdout
             available = available_in_vm_stat(listing)
-    with contextlib.suppress(OSError, ValueError):
-        limit, used, stat = ((_CGROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
-        total = min(total, int(limit))
-        left = left_in_cgroup(int(limit), int(used), stat)
-        available = left if available is None else min(available, left)
+    with contextlib.suppress(OSError):
+        for limit, left in cgroup_limits(Path("/proc/self/cgroup").read_text(encoding="utf-8"), _CGROUP):
+            total = min(total, limit)
+            available = left if available is None else min(available, left)
     return Memory(total, available)
+
+
+def cgroup_limits(groups: str, root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each control group that this process is in, and what is left of it; `groups`: /proc/self/cgroup."""
+    for line in groups.splitlines():
+        _, kinds, inside = line.split(":", 2)
+        if not kinds:
+            base, names = root, ("memory.max", "memory.current")
+        elif "memory" in kinds.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = base / inside.strip("/")
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(base):
+                with contextlib.suppress(OSError, ValueError):  # no limit, or a group that is not visible here
+                    limit, used = (int((place / name).read_text()) for name in names)
+                    yield limit, left_in_cgroup(limit, used, (place / "memory.stat").read_text())
 
 
 def available_in_meminfo(text: str) -> int | None:

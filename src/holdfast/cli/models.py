@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.config import DEFAULT_MODEL
+from holdfast.engine.factory import DRAFT_PIN
 from holdfast.engine.slab import SlabShape
 from holdfast.models import BUNDLED, Architecture, open_model, pull
 
@@ -84,11 +85,15 @@ def _info(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The memory that one model needs, and the memory available for it (None: unknown)."""
+    """The memory that one model needs, and the memory available for it (None: unknown).
+
+    Weights are those of the draft model too. Its slabs have a place for each token of the window, and for few others.
+    """
 
     weight_bytes: int
     token_bytes: int
     memory_bytes: int | None
+    draft_token_bytes: int = 0
 
     def num_fitting(self, shape: SlabShape) -> int | None:
         """Slabs of `shape` that fit beside the weights."""
@@ -97,7 +102,8 @@ class Sizes:
         return max(0, self.memory_bytes - self.weight_bytes - RUNTIME_BYTES) // self.slab_bytes(shape)
 
     def slab_bytes(self, shape: SlabShape) -> int:
-        return shape.capacity * self.token_bytes
+        draft = replace(shape, max_pin=min(shape.max_pin, DRAFT_PIN), rewind_tokens=0)
+        return shape.capacity * self.token_bytes + draft.capacity * self.draft_token_bytes
 
 
 @dataclass(frozen=True, slots=True)

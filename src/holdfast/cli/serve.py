@@ -5,6 +5,7 @@ import asyncio
 import logging
 import shutil
 import sys
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
+from holdfast.cli.checks import require_fit
+from holdfast.cli.usage import HelpAll
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
@@ -25,6 +28,7 @@ from holdfast.config import (
     UpstreamConfig,
     add_flags,
     check_upstream,
+    flag_of,
     from_arguments,
 )
 from holdfast.engine.factory import build_worker
@@ -38,22 +42,52 @@ from holdfast.serving.lifecycle import Chat, ServerAddresses, serve
 from holdfast.serving.logs import RepeatLimit
 from holdfast.sessions.ports import ServedBackend
 
+_BASIC = (  # what the short help shows
+    *("http", "grpc", "keys_file", "data_dir", "backend"),
+    *("device", "dtype", "sessions", "recent", "upstream"),
+)
 _NOT_YET = ("block_size", "num_diffusion_steps")
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="serve sessions over gRPC and HTTP", description=__doc__)
-    parser.add_argument(
-        "model", nargs="?", help=f"a bundled name, a GGUF file or a directory (default: {DEFAULT_MODEL})"
+    parser = commands.add_parser(
+        "serve",
+        help="serve sessions over gRPC and HTTP",
+        description="Serve token sessions over gRPC, and chat sessions with the OpenAI API over HTTP.",
+        epilog="Every setting is also an environment variable (HOLDFAST_RECENT=4096) and a key of the file given with "
+        "--config (recent = 4096).",
     )
-    parser.add_argument("--verifier-id", metavar="MODEL", help="the same as MODEL")
+    _add_flags(parser, _BASIC)
+    parser.add_argument(
+        "--help-all",
+        action=HelpAll,
+        fill=_add_flags,
+        help="show every setting and exit; this help shows the most important ones",
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_flags(parser: argparse.ArgumentParser, shown: Container[str] | None = None) -> None:
+    """All flags; the help has those in `shown`, or all of them."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help=f"a bundled name, a GGUF file or a directory (default: {DEFAULT_MODEL})",
+    )
+    hidden = argparse.SUPPRESS if shown else "the same as MODEL"
+    parser.add_argument(
+        *("--model", "-m", "--model-path", "--verifier-id"), dest="verifier_id", metavar="MODEL", help=hidden
+    )
+    for name, kind in (("port", int), ("host", str)):
+        about = argparse.SUPPRESS if shown else f"the {name} of --http, whose other half stays as it is"
+        parser.add_argument(f"--{name}", type=kind, metavar=name.upper(), help=about)
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log-level", default="warning", choices=levels, help="default: %(default)s")
     for name in _NOT_YET:
-        parser.add_argument("--" + name.replace("_", "-"), type=int, help=argparse.SUPPRESS)
+        parser.add_argument(flag_of(name), type=int, help=argparse.SUPPRESS)
     for cls in GROUPS:
-        add_flags(parser, cls)
-    parser.set_defaults(run=run)
+        add_flags(parser, cls, shown=shown)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,14 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=arguments.log_level.upper(), format=form, handlers=[log])
     console = Console(stderr=True, highlight=False)
-    server, engine = from_arguments(ServeConfig, arguments), from_arguments(EngineConfig, arguments)
+    server, engine = _with_http_address(arguments), from_arguments(EngineConfig, arguments)
     if arguments.model and arguments.verifier_id:
-        raise ConfigError("pass the model once, as MODEL or as --verifier-id")
+        raise ConfigError("pass the model once, as MODEL or as --model")
     name = arguments.model or arguments.verifier_id or DEFAULT_MODEL
     for unused in _NOT_YET:
         if getattr(arguments, unused) is not None:
-            flag = "--" + unused.replace("_", "-")
-            console.print(f"[yellow]{flag} has no effect yet: there is no block-diffusion proposer[/]")
+            console.print(f"[yellow]{flag_of(unused)} has no effect yet: there is no block-diffusion proposer[/]")
     keys = read_keys(server.keys_file)
     read_origins(server, keys)
     for address in filter(None, (server.grpc, server.http)):  # before the model is loaded
@@ -83,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         chat = _load_chat(source, from_arguments(ChatConfig, arguments), console) if server.http else None
         backend: ServedBackend
         if server.backend == "embedded":
+            if warning := require_fit(source, engine, server.snapshot_memory_mb * 2**20):
+                console.print(warning, style="yellow", markup=False, soft_wrap=True)
             backend = _embedded(source, server, engine, metrics)
             about = f"{engine.sessions} sessions of {engine.sink} + {engine.recent} tokens"
         else:
@@ -102,6 +137,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise group.exceptions[0] from group
     console.print("[dim]stopped[/]")
     return 0
+
+
+def _with_http_address(arguments: argparse.Namespace) -> ServeConfig:
+    """The settings of the server; --host and --port replace their half of --http."""
+    server = from_arguments(ServeConfig, arguments)
+    if arguments.host is None and arguments.port is None:
+        return server
+    if arguments.http is not None:
+        raise ConfigError("pass the address once, as --http HOST:PORT or as --host and --port")
+    host, _, port = (server.http or ServeConfig().http).rpartition(":")
+    host = host if arguments.host is None else f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    return replace(server, http=f"{host}:{port if arguments.port is None else arguments.port}")
 
 
 def _load_chat(source: ModelSource, config: ChatConfig, console: Console) -> Chat | None:

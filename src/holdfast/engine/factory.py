@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib.util
+import os
 import platform
 from pathlib import Path
+from typing import Literal
 
 from holdfast.config import EngineConfig
 from holdfast.engine import native
@@ -16,18 +18,28 @@ from holdfast.errors import ConfigError
 from holdfast.extras import HOW_TO_BUILD, how_to_install
 from holdfast.models import Architecture, ModelSource, open_model
 
+Device = Literal["cpu", "cuda", "mlx"]
+
+DRAFT_PIN = 4  # tokens that the engine which drafts may pin
+_MAX_THREADS_A_CORE = 16
+
 
 def build_engine(source: ModelSource, config: EngineConfig) -> Engine:
     """Load the model and reserve its slabs. Blocks for seconds."""
     if config.sink > config.max_pin:
         raise ConfigError(f"sink {config.sink} is more than max_pin {config.max_pin}; raise --max-pin or lower --sink")
     Window(sink=config.sink, recent=config.recent)  # raises InvalidArgument where they do not fit together
-    shape = slab_shape(config)
+    if config.threads > (limit := _MAX_THREADS_A_CORE * (os.cpu_count() or 1)):
+        raise ConfigError(f"threads must be {limit} or less on this machine, got {config.threads}")
+    build = {"mlx": _on_mlx, "cuda": _on_cuda, "cpu": _on_cpu}[device_of(config)]
+    return build(source, config, slab_shape(config))
+
+
+def device_of(config: EngineConfig) -> Device:
+    """The device that `--device` means on this machine."""
     if config.device == "mlx" or (config.device == "auto" and _is_apple_silicon() and _has_mlx()):
-        return _on_mlx(source, config, shape)
-    if config.device == "cuda" or (config.device == "auto" and _has_cuda()):
-        return _on_cuda(source, config, shape)
-    return _on_cpu(source, config, shape)
+        return "mlx"
+    return "cuda" if config.device == "cuda" or (config.device == "auto" and _has_cuda()) else "cpu"
 
 
 def slab_shape(config: EngineConfig) -> SlabShape:
@@ -40,11 +52,24 @@ def slab_shape(config: EngineConfig) -> SlabShape:
     )
 
 
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """The settings of the engine that drafts tokens: as many slabs, but no more in them than a draft needs."""
+    return dataclasses.replace(config, max_pin=min(config.max_pin, DRAFT_PIN), rewind_tokens=0, dtype="auto")
+
+
 def resolved_dtype(asked: str, arch: Architecture, device: str) -> str:
     """The dtype that `--dtype` means for a model on cpu, cuda or mlx."""
     if asked != "auto":
         return asked
     return "int8" if device == "cpu" and is_native(arch, "int8") else "bfloat16"
+
+
+def has_exact_engine(source: ModelSource, config: EngineConfig) -> bool:
+    """Whether the engine has int8 weights and `--deterministic`: only the native and the Triton engine do."""
+    device = device_of(config)
+    if device == "cuda":
+        return importlib.util.find_spec("triton") is not None and _has_cuda()
+    return device == "cpu" and is_native(source.architecture, "int8")
 
 
 def is_native(arch: Architecture, dtype: str) -> bool:
@@ -138,8 +163,8 @@ def build_speculator(engine: Engine, config: EngineConfig) -> Speculator | None:
     if wanted == "draft_model":
         if not config.draft_model:
             raise ConfigError("--proposer draft_model needs --draft-model, a smaller model with the same vocabulary")
-        small = dataclasses.replace(config, max_pin=min(config.max_pin, 4), rewind_tokens=0, dtype="auto")
-        proposer = DraftModel(build_engine(open_model(config.draft_model), small), vocab_size=engine.info.vocab_size)
+        small = build_engine(open_model(config.draft_model), draft_config(config))
+        proposer = DraftModel(small, vocab_size=engine.info.vocab_size)
     else:
         proposer = NGram()
     return Speculator(proposer, draft_length=config.draft_length, row_cost=engine.info.row_cost)
