@@ -161,7 +161,7 @@ def test_the_agent_calls_its_tools_and_goes_on_with_its_session(reader: Reader) 
         "list_files",
         said="Which files?\n",
     )
-    assert again.count("Makefile") == 2  # the tool says it, and then the model
+    assert again.count("Makefile") >= 2  # the tool says it, and then the model
     assert "<tool" not in again
     cached = [int(number) for number in re.findall(r"(\d+) cached tokens", again)]
     assert min(cached) > 100

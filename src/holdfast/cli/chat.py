@@ -41,6 +41,7 @@ from holdfast.sessions.runtime import Runtime
 _LEAVE = "Ctrl-D or /exit leaves"
 _HELP = f"/reset starts a new session, /info describes this one, {_LEAVE}; Ctrl-C stops a reply"
 _PASTE_PAUSE_S = 0.05
+_PIPE_PATIENCE_S = 2.0
 _DESCRIPTION = """Chat with a model in the terminal, in one session that computes only new tokens on each turn. Without
 --server the model runs in this process. Text that is piped in goes below PROMPT: cat notes.txt | holdfast chat
 "Summarise this"."""
@@ -82,7 +83,9 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
-    prompt = None if arguments.prompt is None else "\n\n".join(filter(None, (arguments.prompt, _piped_text())))
+    prompt = arguments.prompt
+    if prompt is not None:
+        prompt = "\n\n".join(filter(None, (prompt, _piped_text(console))))
     is_text = bool(arguments.server) and not is_grpc(arguments.server)
     if arguments.session and not is_text:
         raise ConfigError("--session needs --server with the HTTP address of the server that has the session")
@@ -236,7 +239,7 @@ def _reader() -> Callable[[], str | None]:
     return read
 
 
-def _piped_text() -> str:
+def _piped_text(console: Console) -> str:
     """What is piped into the command; "" if its input is a terminal or a device, or closed."""
     try:
         mode = os.fstat(0).st_mode
@@ -244,6 +247,8 @@ def _piped_text() -> str:
         return ""
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
         return ""
+    if not select.select([0], [], [], _PIPE_PATIENCE_S)[0]:
+        console.print("[dim]reading standard input to its end; pass </dev/null if there is nothing to read[/]")
     try:
         with open(0, encoding="utf-8", closefd=False) as stream:
             return stream.read().strip()
