@@ -34,8 +34,9 @@ def calculate(left: float, operation: str, right: float) -> str:
 
 
 def list_files() -> str:
-    """List the files of the current directory."""
-    return " ".join(sorted(path.name for path in Path().iterdir() if path.is_file())[:20]) or "no files"
+    """List the first five files of the current directory."""
+    names = sorted(path.name for path in Path().iterdir() if path.is_file() and not path.name.startswith("."))
+    return ", ".join(names[:5]) or "no files"
 
 
 TOOLS: dict[str, tuple[Callable[..., str], dict[str, Any]]] = {

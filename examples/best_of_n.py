@@ -64,7 +64,7 @@ async def run(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt", nargs="?", default="Name a city in Italy.")
+    parser.add_argument("prompt", nargs="?", default="Write one sentence about the sea.")
     parser.add_argument("--server", default="127.0.0.1:50051", help="gRPC address, HOST:PORT")
     parser.add_argument("-n", type=int, default=4, help="number of answers")
     parser.add_argument("--max-tokens", type=int, default=24)

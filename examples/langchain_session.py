@@ -36,7 +36,9 @@ def main(server: str) -> None:
     calling = model.bind_tools([population], tool_choice="required", strict=True, parallel_tool_calls=False)
     answering = model.bind_tools([population], tool_choice="none", strict=True)
 
-    messages: list[BaseMessage] = [SystemMessage("Answer in one short sentence.")]
+    messages: list[BaseMessage] = [
+        SystemMessage("You are a helpful assistant. Use the tools, then answer in one short sentence.")
+    ]
     for country in ("France", "Italy"):
         messages.append(HumanMessage(f"How many people live in {country}?"))
         call = calling.invoke(messages)

@@ -1,17 +1,26 @@
 """The command line as a person uses it: real processes, the real model."""
 
+import contextlib
+import fcntl
 import os
 import pty
+import re
+import select
 import signal
 import subprocess
 import sys
+import termios
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
 
+import httpx
 import pytest
 
 from holdfast.cli import main
 from holdfast.cli.usage import check_environment
 from holdfast.models import GGUFSource, open_model
+from tests.serving import Server, default_chat, serving_aside, wordy_engine
 
 COMMAND = [sys.executable, "-m", "holdfast.cli"]
 SMALL = ["--max-pin", "40", "--rewind-tokens", "16"]
@@ -31,11 +40,11 @@ def _run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) ->
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_capital_of_france_is_paris(dtype: str) -> None:
-    done = _run("chat", "What is the capital of France?", "--temperature", "0", "--dtype", dtype, *SMALL)
+    done = _run("chat", "What is the capital of France?", "--dtype", dtype, *SMALL)  # greedy by default
     assert done.returncode == 0
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr
-    assert "window 45/2068" in done.stderr
+    assert "window 43/2066" in done.stderr
 
 
 def test_a_conversation_remembers_and_tells_what_left_the_window() -> None:
@@ -62,41 +71,161 @@ def test_a_conversation_remembers_and_tells_what_left_the_window() -> None:
     assert len(done.stdout.strip()) > 20
 
 
-def _heed_ctrl_c() -> None:
-    """A shell starts what runs in its background deaf to Ctrl-C, and children inherit that."""
+class Terminal:
+    """A command on a terminal of its own, as a person has it in front of them."""
+
+    def __init__(self, *command: str) -> None:
+        self._outer, inner = pty.openpty()
+        self._process = subprocess.Popen(
+            command,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            preexec_fn=lambda: _take_terminal(inner),  # noqa: PLW1509 - one call, no lock
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+        )
+        os.close(inner)
+        self.seen = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._outer)
+
+    def until(self, text: str) -> str:
+        """What is shown up to and including `text`, since the last call."""
+        while text not in self.seen:
+            assert select.select([self._outer], [], [], 60)[0], f"{text!r} is not in {self.seen!r}"
+            self.seen += os.read(self._outer, 4096).decode(errors="replace")
+        before, found, self.seen = self.seen.partition(text)
+        return before + found
+
+    def type(self, text: str) -> None:
+        os.write(self._outer, text.encode())
+
+    def ended(self) -> int:
+        """The exit code. Reads what is still shown: a terminal that nobody reads blocks."""
+        with contextlib.suppress(OSError):  # nobody has the other end open any more
+            while data := os.read(self._outer, 4096):
+                self.seen += data.decode(errors="replace")
+        return self._process.wait(30)
+
+
+def _take_terminal(inner: int) -> None:
+    """Make this the terminal of the new session, so that Ctrl-C reaches it; a shell may have made us deaf to that."""
+    fcntl.ioctl(inner, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
+PASTED = "\x1b[200~{}\x1b[201~"  # what a terminal sends for a pasted text
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[Server]:
+    """A server whose model talks nonsense and never ends by itself."""
+    with serving_aside(wordy_engine(num_slabs=8), default_chat()) as server:
+        yield server
+
+
+def _get(server: Server, path: str) -> Any:
+    return httpx.get(f"http://{server.http}{path}", verify=False, timeout=20).json()
+
+
+def _messages(server: Server, session: str) -> list[tuple[str, str]]:
+    messages = _get(server, f"/sessions/{session}")["messages"]
+    return [(message["role"], message["content"]) for message in messages]
+
+
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
-    outer, inner = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "chat", "--max-tokens", "4000", "--temperature", "1.5", "--top-p", "1", "--seed", "3", *SMALL],
-        stdin=inner,
-        stdout=inner,
-        stderr=inner,
-        start_new_session=True,
-        preexec_fn=_heed_ctrl_c,  # noqa: PLW1509 - one call, no lock
-    )
-    os.close(inner)
-    seen = ""
+    options = ("--max-tokens", "4000", "--temperature", "1.5", "--top-p", "1", "--seed", "3", *SMALL)
+    with Terminal(*COMMAND, "chat", *options) as terminal:
+        terminal.until("> ")
+        terminal.type("Write a long story about kelp." + ENTER)
+        assert re.search(r"computing \d+ tokens", terminal.until("tokens"))
+        terminal.until(" the")
+        terminal.type(CTRL_C)
+        terminal.until("stopped; what was said so far stays in the conversation")
+        terminal.until("> ")
+        terminal.type("/info" + ENTER)
+        terminal.until("tokens of history")
+        terminal.type("/exit" + ENTER)
+        assert terminal.ended() == 0
 
-    def read_until(text: str, num: int = 0) -> None:
-        nonlocal seen
-        while text not in seen or len(seen) < num:
-            seen += os.read(outer, 4096).decode(errors="replace")
 
-    read_until("> ")
-    os.write(outer, b"Write a long story about kelp.\n")
-    seen = ""
-    read_until("", num=80)  # the question, and some of the answer
-    os.kill(process.pid, signal.SIGINT)
-    read_until("stopped; the tokens sampled so far stay")
-    read_until("> ")
-    os.write(outer, b"/info\n")
-    read_until("tokens of history")
-    os.write(outer, b"/quit\n")
-    assert process.wait(30) == 0
-    os.close(outer)
+def test_a_conversation_on_a_server_outlives_ctrl_c_and_can_be_continued(talker: Server) -> None:
+    chat = (*COMMAND, "chat", "--server", f"http://{talker.http}", "--max-tokens", "150", "--temperature", "0")
+    with Terminal(*chat) as terminal:
+        terminal.until("> ")
+        terminal.type("half a quest" + CTRL_C)
+        terminal.until("Ctrl-D or /exit leaves")
+        terminal.until("> ")
+        terminal.type("Tell me all." + ENTER)
+        terminal.until("waiting for the first token")
+        terminal.until("\x1b[?25h")  # the cursor is back: the reply has begun
+        for _ in range(8):
+            terminal.until(" ")
+        terminal.type(CTRL_C)
+        terminal.until("stopped; what was said so far stays in the conversation")
+        terminal.until("> ")
+        terminal.type("Go on." + ENTER)
+        terminal.until("finish reason length")
+        terminal.until("> ")
+        terminal.type(CTRL_D)
+        left = terminal.until("--session ") + terminal.until("\n")
+        assert terminal.ended() == 0
+    found = re.search(rf"chat --server http://{talker.http} --session (\w+)", left)
+    assert found
+    session = found[1]
+    said = _messages(talker, session)
+    assert [role for role, _ in said] == ["user", "assistant", "user", "assistant"]
+    assert (said[0][1], said[2][1]) == ("Tell me all.", "Go on.")
+    assert 0 < len(said[1][1]) < len(said[3][1])  # the reply that was stopped is shorter
+    again = _run("chat", "And then?", "--server", talker.http, "--session", session[:8], "--max-tokens", "4")
+    assert again.returncode == 0, again.stderr
+    assert _messages(talker, session)[4] == ("user", "And then?")  # alone: an empty pipe adds nothing
+
+
+@pytest.mark.parametrize("has_readline", [True, False])
+def test_a_pasted_text_of_several_lines_is_one_turn(talker: Server, has_readline: bool) -> None:
+    session = _new_session(talker)
+    options = ["chat", "--server", talker.http, "--session", session, "--max-tokens", "4"]
+    command = [*COMMAND, *options]
+    if not has_readline:
+        without = (
+            "import sys; sys.modules['readline'] = None; import holdfast.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
+        )
+        command = [sys.executable, "-c", without, *options]
+    with Terminal(*command) as terminal:
+        terminal.until("> ")
+        text = "Sum these up:\none\n\n/two"
+        terminal.type(PASTED.format(text) + ENTER if has_readline else text + "\n")
+        terminal.until("finish reason length")
+        terminal.until("> ")
+        terminal.type(CTRL_D)
+        assert terminal.ended() == 0
+    assert [said for role, said in _messages(talker, session) if role == "user"] == [text]
+
+
+def _new_session(server: Server) -> str:
+    session: str = httpx.post(f"http://{server.http}/sessions", verify=False).json()["session_id"]
+    return session
+
+
+def test_piped_text_goes_below_the_question(talker: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    session = _new_session(talker)
+    options = ("--server", talker.http, "--session", session, "--max-tokens", "2")
+    done = _run("chat", "Summarise", *options, stdin="a file\nof two lines\n")
+    assert done.returncode == 0, done.stderr
+    assert _messages(talker, session)[0] == ("user", "Summarise\n\na file\nof two lines")
+    command = [*COMMAND, "chat", "Summarise", *options]
+    unreadable = subprocess.run(command, input=b"\xff\xfe", capture_output=True, check=False, timeout=60)
+    assert unreadable.returncode == 2
+    assert b"standard input is not UTF-8" in unreadable.stderr
 
 
 @pytest.mark.parametrize(

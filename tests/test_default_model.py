@@ -1,21 +1,31 @@
-"""The real default model against the dense oracle, across the window's edge."""
+"""The real default model: against the dense oracle, across the window's edge, and as `holdfast chat` uses it."""
 
+import asyncio
 import functools
+import re
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.bench.gates import stays_flat
 from holdfast.bench.quality import CONTROL_TIMES, FLATNESS, long_text, perplexities
+from holdfast.cli.conversation import TokenConversation, Waiting
+from holdfast.cli.token_sessions import LocalSession
+from holdfast.config import EngineConfig
+from holdfast.engine.factory import build_worker
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine, load_engine
 from holdfast.engine.window import Window
-from holdfast.models import GGUFSource
+from holdfast.generation import SamplingParams
+from holdfast.models import GGUFSource, chat_defaults
+from holdfast.sessions.runtime import Runtime
 from tests.conftest import SMALL
 from tests.driving import difference, forward, run_chunks
 from tests.oracle import dense_logits, weight_names
+from tests.serving import default_chat
 
 TOLERANCE = 5e-4
 SINK = 4
@@ -80,3 +90,53 @@ def test_perplexity_is_flat_with_sinks_and_worse_without(
     assert flat.passed
     third = len(found) // 3
     assert np.median(without[-third:]) > CONTROL_TIMES * np.median(with_sinks[-third:])
+
+
+QUESTIONS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Italy?": "Rome",
+    "What is the capital of Spain?": "Madrid",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Germany?": "Berlin",
+    "What is the capital of Canada?": "Ottawa",
+    "What is the capital of Egypt?": "Cairo",
+    "What is 2 + 2?": r"\b4\b|four",
+    "How many days are in a week?": r"\b7\b|seven",
+    "How many legs does a spider have?": r"\b8\b|eight",
+    "What color is the sky on a clear day?": "blue",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "Who painted the Mona Lisa?": "Leonardo",
+    "What planet do we live on?": "Earth",
+    "What is the chemical symbol for water?": "H2O",
+    "What is the opposite of hot?": "cold",
+    "Which animal says meow?": r"\bcat\b",
+    "What is the boiling point of water in Celsius?": "100",
+    "What do bees make?": "honey",
+    "What is the currency of Japan?": "[Yy]en",
+}
+
+
+def test_chat_answers_simple_questions_with_the_defaults_of_the_model(default_source: GGUFSource) -> None:
+    defaults = chat_defaults(default_source.name)
+    assert defaults.temperature == 0
+    config = EngineConfig(sessions=1, recent=256, max_pin=64)
+    worker = build_worker(default_source, config)
+    backend = EmbeddedBackend(worker, describe(default_source, config, worker))
+    backend.start()
+    params = SamplingParams(seed=0, max_tokens=40, temperature=defaults.temperature, top_p=defaults.top_p)
+    system = [{"role": "system", "content": defaults.system}]
+
+    async def wrong() -> dict[str, str]:
+        session, found = LocalSession(Runtime(backend)), {}
+        for question, answer in QUESTIONS.items():
+            conversation = TokenConversation(session, default_chat().model, params, system)
+            parts = [part async for part in conversation.ask(question) if not isinstance(part, Waiting)]
+            if not re.search(answer, "".join(parts)):
+                found[question] = "".join(parts)
+            await conversation.reset()
+        return found
+
+    try:
+        assert len(asyncio.run(wrong())) <= 2  # at temperature 0.7 and without the prompt, 1 to 6 are
+    finally:
+        backend.stop()

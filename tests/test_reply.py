@@ -515,8 +515,8 @@ def test_arguments_that_are_no_object_are_rendered_as_a_string() -> None:
     assert json.loads(render_call("f", " ").split("\n")[1]) == {"name": "f", "arguments": {}}
 
 
-def test_a_result_stands_between_its_tags() -> None:
-    assert render_result("21 °C") == "<tool_response>\n21 °C\n</tool_response>"
+def test_a_result_is_a_sentence_without_tags() -> None:
+    assert render_result("21 °C") == "The result of the call is: 21 °C\n\nAnswer my question in one sentence."
 
 
 # The whole reply

@@ -78,27 +78,40 @@ def server() -> Iterator[Process]:
 
 def test_the_banner_says_where_the_doors_are_and_what_to_try(server: Process) -> None:
     assert "3 sessions of 4 + 64 tokens" in server.banner
-    assert f"chat --server {server.grpc}" in server.banner
+    assert f"chat --server http://{server.http}" in server.banner
     assert httpx.get(f"http://{server.http}/readyz").status_code == 200
 
 
 def test_the_command_of_the_banner_works(server: Process) -> None:
-    ask = [*COMMAND, "chat", "--server", server.grpc, "--temperature", "0", "--max-tokens", "20"]
-    lines = "What is the capital of France?\n/info\nAnd of Italy?\nAnd of Spain?\n/quit\n"
-    done = subprocess.run(ask, input=lines, capture_output=True, text=True, timeout=60, check=False)
+    command = server.banner.partition("try it")[2].splitlines()[0]
+    lines = "What is the capital of France?\n/info\nTell me about the sea.\n/quit\n"
+    done = subprocess.run(["bash", "-c", command], input=lines, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "tokens of history" in done.stderr
     assert "have left the window" in done.stderr
-    with grpc.insecure_channel(server.grpc) as channel:
-        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
-        assert not stub.ListSessions(pb.ListSessionsRequest()).sessions  # the chat closed its session
+    session = done.stderr.partition("continue with:")[2].split()[-1]  # the server still has it
+    assert httpx.delete(f"http://{server.http}/sessions/{session}").status_code == 204
 
 
 def test_chat_says_what_is_wrong_with_a_server(server: Process, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "hi", "--server", "127.0.0.1:1"]) == 1
     assert "is `holdfast serve` running there?" in capsys.readouterr().err
-    assert main(["chat", "hi", "--server", server.grpc, "--max-tokens", "5", "--system", "x " * 9]) == 0
+    assert main(["chat", "hi", "--server", server.grpc]) == 1
+    assert "does not answer in HTTP; if this is the gRPC address, pass grpc://HOST:PORT" in capsys.readouterr().err
+    assert main(["sessions", "list", "--server", f"http://{server.http}"]) == 1
+    assert "uses the server's gRPC address" in capsys.readouterr().err
+
+
+def test_chat_sends_tokens_to_those_who_ask(server: Process, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--server", f"grpc://{server.grpc}", "--max-tokens", "5", "--system", "x " * 9]
+    assert main(["chat", "hi", *words]) == 0
+    assert capsys.readouterr().out.strip()
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        assert not stub.ListSessions(pb.ListSessionsRequest()).sessions  # the chat closed its session
+    assert main(["chat", "hi", *words, "--session", "0"]) == 2
+    assert "--session needs --server with the HTTP address" in capsys.readouterr().err
 
 
 def test_a_client_killed_in_mid_stream_leaves_a_working_session(server: Process) -> None:
@@ -278,7 +291,7 @@ def test_sessions_are_listed_shown_and_closed(server: Process) -> None:
     listed = command("list")
     assert session in listed.stdout
     assert "mine" in listed.stdout
-    assert "history_length: 2" in command("show", session).stdout
+    assert "tokens    2: 2 given in 1 spans" in command("show", session[:12]).stdout
     assert command("close", session).stdout == f"{session}: closed after 2 tokens\n"
     gone = command("show", session)
     assert gone.returncode == 1

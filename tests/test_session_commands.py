@@ -1,19 +1,28 @@
 """`holdfast sessions export | import | purge` against a running server, and purge without one."""
 
+import http.server
 import io
+import json
+import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import grpc
 import httpx
 import pytest
 
 from holdfast.cli import main
+from holdfast.cli.client import own_command
+from holdfast.cli.serve import _banner
+from holdfast.config import ServeConfig
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+from holdfast.serving.lifecycle import ServerAddresses
 from tests.serving import Server, default_chat, serving_aside, wordy_engine
 
 
@@ -211,14 +220,18 @@ def test_commands_reach_a_server_with_tls_and_keys(
     with serving_aside(wordy_engine(), default_chat(), **files) as server:
         trusting = ("--server", server.address, "--tls-ca", str(chain))
         assert run("sessions", "list", *trusting)[0] == 0
-        status, said = run("chat", "hi", *trusting)  # its model is a fake
-        assert (status, "serves test, whose tokenizer differs" in said) == (2, True)
+        status, said = run("chat", "hi", "--server", f"grpc://{server.address}", "--tls-ca", str(chain))
+        assert (status, "serves test, whose tokenizer differs" in said) == (2, True)  # its model is a fake
+        assert run("sessions", "list", "--server", f"https://{server.address}", "--tls-ca", str(chain))[0] == 0
         purge = ("sessions", "purge", "--closed", "--yes", "--http", server.http)
         assert run(*purge, "--tls-ca", str(chain)) == (0, "nothing to purge\n")
-        for words in (("sessions", "list", "--tls", "--server", server.address), (*purge, "--tls")):
+        chat = ("chat", "hi", "--server", server.http)
+        for words in (("sessions", "list", "--tls", "--server", server.address), (*purge, "--tls"), (*chat, "--tls")):
             status, said = run(*words)
             assert (status, "with a certificate that is trusted here?" in said) == (1, True)
-        for words in (("sessions", "list", "--server", server.address), purge):
+        status, said = run(*chat)
+        assert (status, "If it has a certificate, pass https://HOST:PORT." in said) == (1, True)
+        for words in (("sessions", "list", "--server", server.address), purge, chat):
             assert run(*words, "--tls-ca", "/no/such.pem") == (
                 2,
                 "holdfast: cannot read the certificates in /no/such.pem: No such file or directory\n",
@@ -235,6 +248,8 @@ def test_commands_reach_a_server_with_tls_and_keys(
     [
         ["sessions", "list", "--server", "0.0.0.0:1"],
         ["chat", "hi", "--server", "0.0.0.0:1"],
+        ["chat", "hi", "--server", "http://0.0.0.0:1", "--tls"],
+        ["chat", "hi", "--server", "grpc://0.0.0.0:1"],
         ["sessions", "purge", "--closed", "--yes", "--http", "0.0.0.0:1"],
         ["sessions", "purge", "--closed", "--yes", "--http", "http://0.0.0.0:1", "--tls"],
     ],
@@ -250,7 +265,7 @@ def test_a_key_goes_to_another_machine_with_tls_only(
 
 
 def test_an_address_that_is_none_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for address in ("http://127.0.0.1:50051", "here"):
+    for address in ("ftp://127.0.0.1:50051", "here"):
         assert main(["sessions", "list", "--server", address]) == 2
         said = capsys.readouterr().err
         assert ("host:port" in said, said.count("\n")) == (True, 1)
@@ -260,6 +275,112 @@ def test_without_the_sdk_commands_say_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "holdfast_sdk", None)
-    for words in (["sessions", "list"], ["chat", "hi", "--server", "127.0.0.1:1"]):
+    for words in (["sessions", "list"], ["chat", "hi", "--server", "grpc://127.0.0.1:1"]):
         assert main(words) == 2
         assert "sdks/python" in capsys.readouterr().err.partition("pip install ")[2]
+    assert main(["chat", "hi", "--server", "127.0.0.1:1"]) == 1  # text needs no SDK
+    assert "no answer from 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_the_banner_is_a_command_that_works(
+    certificate: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, key = certificate
+    keys = tmp_path / "keys"
+    keys.write_text("ann:sesame\n")
+    monkeypatch.setenv("HOLDFAST_API_KEY", "sesame")
+    files = {"tls_cert": str(chain), "tls_key": str(key), "keys_file": str(keys)}
+    with serving_aside(wordy_engine(), default_chat(), **files) as server:
+        addresses = ServerAddresses(server.address, server.http.replace("127.0.0.1", "0.0.0.0"))  # all interfaces
+        banner = _banner(addresses, ServeConfig(**files), "test", has_chat=True)
+        assert any("HOLDFAST_API_KEY" in line for line in banner)
+        command = banner[-1].partition(own_command())[2]
+        assert f" https://{server.http} " in command
+        assert main([*shlex.split(command), "hi", "--max-tokens", "2"]) == 0
+        assert capsys.readouterr().out.strip()
+
+
+def test_a_server_without_http_is_tried_over_grpc() -> None:
+    config = ServeConfig(http="", tls_cert="c.pem")
+    line = _banner(ServerAddresses("127.0.0.1:50051", None), config, "my model.gguf", has_chat=False)[-1]
+    assert line.endswith("chat --server grpcs://127.0.0.1:50051 --model 'my model.gguf' --tls-ca c.pem")
+
+
+class Redirect(http.server.BaseHTTPRequestHandler):
+    """Sends everyone from "/sessions/purge" to "/elsewhere", and notes which keys arrive there."""
+
+    keys: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        is_first = self.path == "/sessions/purge"
+        if not is_first:
+            self.keys.append(self.headers["authorization"])
+        self.send_response(302 if is_first else 200)
+        self.send_header("location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_key_does_not_follow_a_redirect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_API_KEY", "sesame")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirect) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            port = server.server_address[1]
+            assert main(["sessions", "purge", "--closed", "--yes", "--http", f"127.0.0.1:{port}"]) == 1
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "status 302" in capsys.readouterr().err
+    assert not Redirect.keys
+
+
+def test_a_session_is_shown_as_text_or_as_json(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = sessions_of(server, 1200, 3)
+    assert main(["sessions", "show", one, two, "--server", server.address]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first.startswith(f"session   {one}\nlabel     mine\nstate     live, idle for 0 s\n")
+    assert "tokens    1,200: 1,200 given in 1 spans, 0 sampled in 0 spans\n" in first
+    assert "window    the first 4 and the last 256 tokens; 940 are out of view\n" in first
+    assert second.startswith(f"session   {two}\n")
+    assert main(["sessions", "show", one, two, "--json", "--server", server.address]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(facts["session_id"], facts["history_length"], facts["state"]) for facts in shown] == [
+        (one, 1200, "LIVE"),
+        (two, 3, "LIVE"),
+    ]
+
+
+def test_the_start_of_a_session_id_is_enough_unless_several_begin_with_it(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = iter([f"{start}{'0' * 28}" for start in ("abc1", "abc2", "def1", "abd1")])
+    monkeypatch.setattr("holdfast.sessions.session.secrets", SimpleNamespace(token_hex=lambda _: next(ids)))
+    one, two, three, four = sessions_of(server, 1, 2, 3, 4)
+
+    def run(*words: str, door: str = "--server") -> tuple[int, str]:
+        status = main(["sessions", *words, door, server.address if door == "--server" else server.http])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    assert run("show", "abc1")[1].startswith(f"session   {one}")
+    for words in (["show", "ab"], ["close", "def", "abc"], ["export", "a"]):
+        status, said = run(*words)
+        assert (status, one in said, two in said, three in said) == (2, True, True, False)
+    status, said = run("show", "abe")
+    assert (status, "no session abe" in said) == (1, True)
+    assert run("export", "d")[1].startswith(f"{three}.holdfast: ")
+    assert run("close", "abc1", "abc2", "d")[1].count(": closed after") == 3
+    status, said = run("purge", "abc", "--yes", door="--http")
+    assert (status, one in said, four in said) == (2, True, False)
+    assert run("purge", "abc1", "--yes", door="--http") == (0, "purged 1 session\n")
+    assert run("purge", "abd", "--yes", door="--http")[0] == 1  # open
+    assert run("purge", "abc", "--yes", door="--http") == (0, "purged 1 session\n")

@@ -84,8 +84,9 @@ def render_call(name: str, arguments: str) -> str:
 
 
 def render_result(content: str) -> str:
-    """A tool's result as text."""
-    return f"<tool_response>\n{content}\n</tool_response>"
+    """A tool's result as a user says it. No tags: a model whose template has no tools was not trained on them, and a
+    small one repeats them in its reply."""
+    return f"The result of the call is: {content}\n\nAnswer my question in one sentence."
 
 
 class HermesParser:

@@ -1,18 +1,23 @@
-"""How commands reach a running server: flags, API key and TLS; gRPC through the Python SDK, and HTTP.
+"""How commands reach a running server: address, API key and TLS; gRPC through the Python SDK, and HTTP.
 
 An error is one sentence: ConfigError if the command line is wrong, ServerError if the server refuses or is not there.
 """
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import ssl
-import urllib.error
+import sys
 import urllib.parse
-import urllib.request
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.extras import how_to_install
@@ -21,7 +26,11 @@ from holdfast.serving.keys import is_loopback
 if TYPE_CHECKING:
     from holdfast_sdk import AsyncClient, Client
 
-_HTTP_TIMEOUT_S = 600
+_CONNECT_TIMEOUT_S = 10
+_READ_TIMEOUT_S = 600
+_SHOWN = 10
+_HAS_TLS = {"grpc": False, "http": False, "grpcs": True, "https": True}  # by the scheme of a URL
+_GRPC_ADDRESS = " This command uses the server's gRPC address, which `holdfast serve` prints."
 
 
 class ServerError(HoldfastError):
@@ -39,11 +48,37 @@ def add_tls_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--insecure", action="store_true", help=about)
 
 
-def add_server_flags(parser: argparse.ArgumentParser, *, default: str | None = "127.0.0.1:50051") -> None:
-    about = "gRPC address of a running `holdfast serve`; HOLDFAST_API_KEY is its key"
-    shown = " (default: %(default)s)" if default else ""
-    parser.add_argument("--server", default=default, metavar="HOST:PORT", help=about + shown)
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    about = "gRPC address of a running `holdfast serve`; HOLDFAST_API_KEY is its key (default: %(default)s)"
+    parser.add_argument("--server", default="127.0.0.1:50051", metavar="HOST:PORT", help=about)
     add_tls_flags(parser)
+
+
+def own_command() -> str:
+    """The command that runs this program here."""
+    if sys.argv[0].endswith(".py"):
+        return f"{shlex.quote(sys.executable)} -m holdfast.cli"
+    found = shutil.which("holdfast")  # which may be another program of that name
+    is_this = found and Path(found).resolve() == Path(sys.argv[0]).resolve()
+    return "holdfast" if is_this else shlex.quote(sys.argv[0])
+
+
+def full_session_id(start: str, session_ids: Iterable[str]) -> str:
+    """The one of `session_ids` that begins with `start`. ConfigError if several do; `start` itself if none does, so
+    that the server says what is wrong."""
+    found = [session_id for session_id in session_ids if session_id.startswith(start)]
+    if len(found) > 1 and start not in found:
+        shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else "")
+        raise ConfigError(f"{start!r} is the start of {len(found):,} session ids: {shown}; pass more of it")
+    return found[0] if len(found) == 1 else start
+
+
+# gRPC
+
+
+def is_grpc(address: str) -> bool:
+    """Whether a URL names the gRPC endpoint."""
+    return address.startswith(("grpc://", "grpcs://"))
 
 
 @contextlib.contextmanager
@@ -66,20 +101,33 @@ def server_errors(arguments: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (sdk.ConnectionFailed, sdk.DeadlineExceeded) as exc:
-        raise ServerError(_no_answer(address, has_tls=bool(arguments.tls or arguments.tls_ca))) from exc
+        scheme, has_tls = address.partition("://")[0], _with_tls(address, arguments)
+        raise ServerError(
+            _no_answer(address, has_tls=has_tls) + (_GRPC_ADDRESS if scheme in ("http", "https") else "")
+        ) from exc
     except sdk.HoldfastError as exc:
         raise ServerError(f"{address}: {exc}") from exc
 
 
 def _client(kind: str, arguments: argparse.Namespace) -> Any:
-    sdk, address, tls = _sdk(), arguments.server, arguments.tls_ca or arguments.tls
+    sdk, address = _sdk(), arguments.server
+    scheme, _, rest = address.partition("://")
+    target = rest.rstrip("/") if scheme in _HAS_TLS else address
+    tls = arguments.tls_ca or _with_tls(address, arguments)
     try:
-        key = _api_key(address, is_safe=tls or arguments.insecure or sdk.address.is_loopback(address))
-        return getattr(sdk, kind)(address, api_key=key, tls=tls, insecure=arguments.insecure, retries=0)
+        key = _api_key(address, is_safe=tls or arguments.insecure or sdk.address.is_loopback(target))
+        return getattr(sdk, kind)(target, api_key=key, tls=tls, insecure=arguments.insecure, retries=0)
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
     except OSError as exc:
-        raise ConfigError(f"cannot read the certificates in {tls}: {exc.strerror or exc}") from exc
+        raise _unreadable(arguments.tls_ca, exc) from exc
+
+
+def _with_tls(address: str, arguments: argparse.Namespace) -> bool:
+    """A URL says whether to use TLS, unless it is grpc://; of an address without a scheme, flags do."""
+    scheme = address.partition("://")[0]
+    is_flagged = bool(arguments.tls or arguments.tls_ca)
+    return is_flagged if scheme == "grpc" else _HAS_TLS.get(scheme, is_flagged)
 
 
 def _api_key(address: str, *, is_safe: bool) -> str | None:
@@ -101,36 +149,124 @@ def _sdk() -> Any:
     return holdfast_sdk
 
 
+# HTTP
+
+
+class HttpServer:
+    """The HTTP endpoint of a server, named by HOST:PORT or a URL. An async context, on one event loop.
+
+    Redirects are not followed: the API key goes to this address only.
+    """
+
+    def __init__(self, address: str, arguments: argparse.Namespace) -> None:
+        self.address = address
+        self._has_tls = _with_tls(address, arguments)
+        try:
+            url = urllib.parse.urlsplit(address if "://" in address else f"http{'s' * self._has_tls}://{address}")
+            is_url = url.scheme in ("http", "https") and bool(url.hostname) and not url.username and url.port != 0
+        except ValueError:  # a port that is no number
+            is_url = False
+        if not is_url:
+            raise ConfigError(f"{address} is not HOST:PORT, and not a URL that begins with http:// or https://")
+        self._url = url.geturl().rstrip("/").removesuffix("/v1")
+        self._headers = {}
+        is_local = is_loopback(url.hostname or "")
+        if key := _api_key(address, is_safe=self._has_tls or arguments.insecure or is_local):
+            self._headers["authorization"] = f"Bearer {key}"
+        self._uses_proxy = not is_local
+        self._tls = _tls_context(arguments.tls_ca) if self._has_tls else None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=self._uses_proxy)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def request(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON in the response; None if it has no content."""
+        async with self._response(method, path, body) as response:
+            content = await response.read()
+            return json.loads(content) if content else None
+
+    async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
+        """The server-sent events of a stream up to [DONE]. An error among them is raised."""
+        rest = b""
+        async with self._response("POST", path, body) as response:
+            async for chunk in response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    if data and line.startswith(b"data:"):
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise ServerError(f"{self.address}: {_message(data, response.status)}")
+                        yield event
+        raise ServerError(f"the connection to {self.address} was lost before the reply ended")
+
+    @contextlib.asynccontextmanager
+    async def _response(self, method: str, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with a status below 300; what goes wrong until its end is a ServerError."""
+        assert self._session is not None
+        try:
+            async with self._session.request(
+                method, self._url + path, json=body, allow_redirects=False, ssl=self._tls or True
+            ) as response:
+                if response.status >= 300:
+                    raise ServerError(f"{self.address}: {_message(await response.read(), response.status)}")
+                yield response
+        except aiohttp.ClientConnectorCertificateError as exc:
+            reason = getattr(exc.certificate_error, "verify_message", "")
+            raise ServerError(f"{_no_answer(self.address, has_tls=True)} ({reason})") from exc
+        except aiohttp.ClientPayloadError as exc:
+            raise ServerError(f"the connection to {self.address} was lost before the reply ended") from exc
+        except (aiohttp.ClientResponseError, ValueError) as exc:
+            raise ServerError(
+                f"{self.address} does not answer in HTTP; if this is the gRPC address, pass grpc://HOST:PORT"
+            ) from exc
+        except (aiohttp.ClientError, OSError) as exc:  # TimeoutError is an OSError
+            needs_tls = isinstance(exc, aiohttp.ServerDisconnectedError) and not self._has_tls
+            hint = " If it has a certificate, pass https://HOST:PORT." if needs_tls else ""
+            raise ServerError(_no_answer(self.address, has_tls=self._has_tls) + hint) from exc
+
+
 def post(path: str, body: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON answer of the HTTP endpoint that `--http` names."""
-    address: str = arguments.http
-    scheme = "https" if arguments.tls or arguments.tls_ca else "http"
-    url = urllib.parse.urlsplit(address if "://" in address else f"{scheme}://{address}")
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(f"{address} is not HOST:PORT")
-    headers = {"content-type": "application/json"}
-    if key := _api_key(address, is_safe=url.scheme == "https" or arguments.insecure or is_loopback(url.hostname)):
-        headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url.geturl() + path, json.dumps(body).encode(), headers, method="POST")
+
+    async def call() -> Any:
+        async with HttpServer(arguments.http, arguments) as server:
+            return await server.request("POST", path, body)
+
+    answer: dict[str, Any] = asyncio.run(call())
+    return answer
+
+
+def _tls_context(file: str) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=arguments.tls_ca) if arguments.tls_ca else None
+        context = ssl.create_default_context(cafile=file or None)
     except OSError as exc:
-        raise ConfigError(f"cannot read the certificates in {arguments.tls_ca}: {exc.strerror or exc}") from exc
-    try:
-        with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S, context=context) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
-    except urllib.error.HTTPError as exc:
-        raise ServerError(f"{address}: {_message(exc)}") from exc
-    except (OSError, ValueError) as exc:
-        raise ServerError(_no_answer(address, has_tls=url.scheme == "https")) from exc
+        raise _unreadable(file, exc) from exc
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # FILE may be the server's own certificate
+    return context
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _unreadable(file: str, exc: OSError) -> ConfigError:
+    return ConfigError(f"cannot read the certificates in {file}: {exc.strerror or exc}")
+
+
+def _message(body: bytes, status: int) -> str:
     try:
-        return str(json.load(error)["error"]["message"])
+        return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"status {error.code}"
+        return f"status {status}"
 
 
 def _no_answer(address: str, *, has_tls: bool) -> str:

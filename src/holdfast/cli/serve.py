@@ -3,13 +3,13 @@
 import argparse
 import asyncio
 import logging
-import shutil
-import sys
+import shlex
 from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.backends.sglang import SGLangBackend
@@ -18,6 +18,7 @@ from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli.checks import require_fit
+from holdfast.cli.client import own_command
 from holdfast.cli.usage import HelpAll
 from holdfast.config import (
     DEFAULT_MODEL,
@@ -128,7 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:
-        banner = [title, *_banner(addresses, server, has_chat=chat is not None), "[dim]Ctrl-C drains and stops[/]"]
+        doors = _banner(addresses, server, name, has_chat=chat is not None)
+        banner = [title, *doors, "[dim]Ctrl-C drains and stops[/]"]
         console.print("\n".join(banner), soft_wrap=True)  # a wrapped command cannot be copied
 
     try:
@@ -180,22 +182,30 @@ def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, me
     return kind(config, model, observe=metrics.observe_upstream)
 
 
-def _banner(addresses: ServerAddresses, server: ServeConfig, *, has_chat: bool) -> list[str]:
+def _banner(addresses: ServerAddresses, server: ServeConfig, model: str, *, has_chat: bool) -> list[str]:
     kept = (
         f"kept in {server.data_dir}" if server.data_dir else "end with this process; pass --data-dir DIR to keep them"
     )
     http = f"{'https' if server.tls_cert else 'http'}://{addresses.http}"
-    return [
+    try_it = f"{own_command()} chat --server {_url_here(addresses, server)}"
+    if not server.http and model != DEFAULT_MODEL:
+        try_it += f" --model {shlex.quote(model)}"
+    if server.tls_cert:
+        try_it += f" --tls-ca {shlex.quote(server.tls_cert)}"
+    lines = [
         f"  sessions {kept}",
         f"  gRPC     {addresses.grpc}",
         *([f"  OpenAI   {http}/v1, sessions at {http}/sessions"] if addresses.http and has_chat else []),
         f"  metrics  {http}/metrics" if addresses.http else "  metrics  none",
-        f"  try it   {_own_command()} chat --server {addresses.grpc}{' --tls-ca FILE' if server.tls_cert else ''}",
+        *([f"  API keys {server.keys_file}; clients of `holdfast` send HOLDFAST_API_KEY"] if server.keys_file else []),
+        *([f"  try it   {try_it}"] if has_chat or not server.http else []),
     ]
+    return [escape(line) for line in lines]
 
 
-def _own_command() -> str:
-    """The command that runs this program here."""
-    if shutil.which("holdfast"):
-        return "holdfast"
-    return f"{sys.executable} -m holdfast.cli" if sys.argv[0].endswith(".py") else sys.argv[0]
+def _url_here(addresses: ServerAddresses, server: ServeConfig) -> str:
+    """The URL at which `holdfast chat` on this machine reaches the server: HTTP, or gRPC if there is no HTTP."""
+    scheme, address = ("http", addresses.http) if addresses.http else ("grpc", addresses.grpc)
+    host, _, port = address.rpartition(":")
+    here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)  # all interfaces: loopback is one of them
+    return f"{scheme}{'s' if server.tls_cert else ''}://{here}:{port}"

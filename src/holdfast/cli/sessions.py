@@ -1,29 +1,38 @@
-"""`holdfast sessions`: list, show, close, export, import and purge the sessions of a server."""
+"""`holdfast sessions`: list, show, close, export, import and purge the sessions of a server.
+
+SESSION is a session id, or the start of one if no other session's id begins with it.
+"""
 
 import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from holdfast.cli.client import add_server_flags, add_tls_flags, connected, post
+from holdfast.cli.client import add_server_flags, add_tls_flags, connected, full_session_id, post
 from holdfast.errors import ConfigError
 from holdfast.sessions.journal.base import closed_sessions, purge
 from holdfast.sessions.journal.salvage import salvage
 from holdfast.sessions.journal.sqlite import SqliteJournal
 
+if TYPE_CHECKING:
+    from holdfast_sdk import Client, SessionInfo
+
 _CHUNK_BYTES = 1 << 20
 _PAGE_SIZE = 1000
+_ID_LENGTH = 32
 _PIPED_WIDTH = 200  # session ids are there to be copied, so they are never cut
 _EXPORT = """Write a session to a file: its tokens with spans and logprobs, a chat's turns, and its cache, with which it
 continues on another server without recomputing. Closed sessions can be exported until they are purged."""
@@ -54,6 +63,7 @@ def register(commands: Any) -> None:
     listing.add_argument("--state", choices=("live", "parked", "failed"), help="only sessions in this state")
     show = action("show", "show the state of sessions", _show)
     show.add_argument("session_ids", nargs="+", metavar="SESSION")
+    show.add_argument("--json", action="store_true", help="one JSON object per session")
     close = action("close", "close sessions; they stay on record until they are purged", _close)
     close.add_argument("session_ids", nargs="+", metavar="SESSION")
     export = action("export", "write a session to a file", _export, _EXPORT)
@@ -87,14 +97,14 @@ def register(commands: Any) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    table = Table("session", "label", "state", "tokens", "out of view", "idle")
+    table = Table(Column("session", no_wrap=True, min_width=32), "label", "state", "tokens", "out of view", "idle")
     with connected(arguments) as client:
         from holdfast_sdk import SessionState
 
         state = SessionState(arguments.state.upper()) if arguments.state else None
         for info in client.list_sessions(arguments.label, state, _PAGE_SIZE):
             counts = (f"{info.history_length:,}", f"{info.dropped_token_count:,}", f"{info.idle_seconds:,.0f} s")
-            table.add_row(info.session_id, info.label, info.state.lower(), *counts)
+            table.add_row(info.session_id, escape(info.label), info.state.lower(), *counts)
     console = Console()
     (console if console.is_terminal else Console(width=_PIPED_WIDTH)).print(table)
     return 0
@@ -102,30 +112,67 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     with connected(arguments) as client:
-        for session_id in arguments.session_ids:
-            facts = dataclasses.asdict(client.session(session_id).info())
-            facts |= facts.pop("spans")
-            lines = (f"{name}: {value}" for name, value in facts.items() if value not in (None, "", {}))
-            print("\n".join(lines), end="\n\n")
+        for index, session_id in enumerate(_full_ids(client, arguments.session_ids)):
+            info = client.session(session_id).info()
+            if arguments.json:
+                print(json.dumps(dataclasses.asdict(info)))
+                continue
+            if index:
+                print()
+            for name, value in _facts(info).items():
+                print(f"{name:<10}{value}")
     return 0
+
+
+def _facts(info: "SessionInfo") -> dict[str, str]:
+    """What there is to know about a session, in a few lines."""
+    spans, num_dropped = info.spans, info.dropped_token_count
+    facts = {
+        "session": info.session_id,
+        "label": info.label,
+        "state": f"{info.state.lower()}, {'busy' if info.busy else f'idle for {info.idle_seconds:,.0f} s'}",
+        "failure": info.failure or "",
+        "tokens": f"{info.history_length:,}: {spans.given_tokens:,} given in {spans.given_spans:,} spans, "
+        f"{spans.sampled_tokens:,} sampled in {spans.sampled_spans:,} spans",
+        "window": f"the first {info.sink:,} and the last {info.recent:,} tokens; {num_dropped:,} are out of view",
+        "cache": f"{info.kv_live_bytes or 0:,} bytes in use of {info.kv_reserved_bytes:,} reserved"
+        if info.kv_reserved_bytes
+        else "",
+        "rewinds": f"{info.rewind_count:,}" if info.rewind_count else "",
+        "metadata": ", ".join(f"{key}={value}" for key, value in sorted(info.metadata.items())),
+        "problems": f"{info.inv1_violations:,} history and {info.inv2_violations:,} memory invariants were violated"
+        if info.inv1_violations or info.inv2_violations
+        else "",
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _full_ids(client: "Client", starts: Sequence[str]) -> list[str]:
+    """The sessions that these ids, or starts of ids, mean."""
+    if all(len(start) >= _ID_LENGTH for start in starts):
+        return list(starts)
+    session_ids = [info.session_id for info in client.list_sessions(page_size=_PAGE_SIZE)]
+    return [full_session_id(start, session_ids) for start in starts]
 
 
 def _close(arguments: argparse.Namespace) -> int:
     with connected(arguments) as client:
-        for session_id in arguments.session_ids:
+        for session_id in _full_ids(client, arguments.session_ids):
             closed = client.session(session_id).close()
             print(f"{session_id}: closed after {closed.final_history_length:,} tokens")
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    name = arguments.output or f"{arguments.session_id}.holdfast"
     num_bytes = 0
-    with _written(name, is_forced=arguments.force) as file, connected(arguments) as client, _progress() as advance:
-        for chunk in client.session(arguments.session_id).export(with_snapshot=not arguments.no_snapshot):
-            file.write(chunk)
-            advance(chunk)
-            num_bytes += len(chunk)
+    with connected(arguments) as client:
+        (session_id,) = _full_ids(client, [arguments.session_id])
+        name = arguments.output or f"{session_id}.holdfast"
+        with _written(name, is_forced=arguments.force) as file, _progress() as advance:
+            for chunk in client.session(session_id).export(with_snapshot=not arguments.no_snapshot):
+                file.write(chunk)
+                advance(chunk)
+                num_bytes += len(chunk)
     if name != "-":
         print(f"{name}: {num_bytes:,} bytes")
     return 0
@@ -201,7 +248,11 @@ def _purge(arguments: argparse.Namespace) -> int:
 
 def _on_server(arguments: argparse.Namespace, older_than_s: float | None) -> int:
     path = "/sessions/purge"
-    selection: dict[str, Any] = {"session_ids": arguments.session_ids or None, "older_than_s": older_than_s}
+    session_ids = arguments.session_ids
+    if any(len(start) < _ID_LENGTH for start in session_ids):
+        closed = post(path, {"older_than_s": 0.0, "dry_run": True}, arguments)["sessions"]
+        session_ids = [full_session_id(start, [entry["session_id"] for entry in closed]) for start in session_ids]
+    selection: dict[str, Any] = {"session_ids": session_ids or None, "older_than_s": older_than_s}
     if not arguments.yes:
         found = [entry["session_id"] for entry in post(path, selection | {"dry_run": True}, arguments)["sessions"]]
         if not _is_confirmed(found):
@@ -218,9 +269,13 @@ async def _in_directory(arguments: argparse.Namespace, older_than_s: float | Non
         raise ConfigError(f"{directory} is not the data directory of a server: it has no journal")
     journal = await asyncio.to_thread(SqliteJournal, directory)
     try:
+        closed = await closed_sessions(journal)
+        session_ids = {
+            full_session_id(start, [session.session_id for session in closed]) for start in arguments.session_ids
+        }
         found = await closed_sessions(
             journal,
-            session_ids=set(arguments.session_ids) if arguments.session_ids else None,
+            session_ids=session_ids or None,
             before=None if older_than_s is None else time.time() - older_than_s,
         )
         if not arguments.yes and not _is_confirmed([session.session_id for session in found]):

