@@ -97,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.model or arguments.verifier_id or DEFAULT_MODEL
     for unused in _NOT_YET:
         if getattr(arguments, unused) is not None:
-            console.print(f"[yellow]{flag_of(unused)} has no effect yet: there is no block-diffusion proposer[/]")
+            flag = "--" + unused.replace("_", "-")
+            console.print(f"[yellow]{flag} has no effect yet: there is no block-diffusion proposer[/]")
     for address in filter(None, (server.grpc, server.http)):  # before the model is loaded
         check_bind(address, read_keys(server.keys_file), insecure=server.insecure)
         check_free(address)
