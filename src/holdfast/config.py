@@ -235,7 +235,7 @@ _METAVARS = {  # by the name of a field, or by its last word
     **dict.fromkeys(("kwargs", "extra"), "JSON"),
     **{"dir": "DIR", "s": "SECONDS", "mb": "MB", "days": "DAYS", "sunset": "DATE", "version": "VERSION"},
     **{"name": "NAME", "matcher": "NAME", "model": "MODEL", "upstream": "URL", "key": "KEY"},
-    **{"passthrough": "ROUTES", "fields": "FIELDS", "origin": "ORIGIN"},
+    **{"passthrough": "ROUTES", "fields": "FIELDS", "origin": "ORIGIN", "hosts": "HOSTS"},
 }
 
 
