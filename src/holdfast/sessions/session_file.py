@@ -27,8 +27,6 @@ from holdfast.sessions.record import TurnRecord, floats_of, from_stored, packed,
 MAGIC = b"HOLDFAST"
 VERSION = 1
 MAX_SECTIONS = 4_000_000
-MAX_TEXT = 64 * 1024  # characters of a label or a group, and the number of eos_token_ids
-MAX_METADATA = 1024 * 1024  # characters of all keys and values
 
 _START = struct.Struct("<8sI")
 _SECTION = struct.Struct("<4sQ")
@@ -108,7 +106,8 @@ def _flaws(session: PortableSession) -> Iterator[str]:
         yield "a chat session has spans"
     if session.opened.kind == "tokens" and session.turns:
         yield "a token session has turns"
-    yield from _opening_flaws(session.opened)
+    if not _is_finite(session.opened.created_at):
+        yield "created_at is not a finite number"
     if not _is_finite(session.reward):
         yield "the session's reward is not a finite number"
     for index, span in enumerate(session.spans):
@@ -125,15 +124,6 @@ def _flaws(session: PortableSession) -> Iterator[str]:
             yield f"the reward of turn {number} is not a finite number"
         if turn.num_control > _MAX_COUNT:
             yield f"turn {number} counts more control tokens than a turn can have"
-
-
-def _opening_flaws(opened: SessionOpened) -> Iterator[str]:
-    if not _is_finite(opened.created_at):
-        yield "created_at is not a finite number"
-    if max(map(len, (opened.label, opened.group, opened.eos_token_ids))) > MAX_TEXT:
-        yield f"its label, its group or its eos_token_ids are longer than {MAX_TEXT:,}"
-    if sum(len(key) + len(value) for key, value in opened.metadata.items()) > MAX_METADATA:
-        yield f"its metadata has more than {MAX_METADATA:,} characters"
 
 
 def _is_sampled(tokens: "array[int]", *logprobs: "array[float]") -> bool:
