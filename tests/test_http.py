@@ -899,6 +899,21 @@ async def test_lists_and_labels_without_measure_are_refused_by_name(
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "refused"),
+    [
+        ("/sessions", b" " * (9 << 20), (413, "payload_too_large")),
+        (CHAT, b'{"messages": [' + b"1," * 2_000_001, (400, "invalid_argument")),
+        ("/v1/completions", b'{"prompt": [' + b"1," * 2_000_001, (400, "invalid_argument")),
+    ],
+)
+async def test_a_body_that_would_block_the_event_loop_is_refused_before_it_is_decoded(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes, refused: tuple[int, str]
+) -> None:
+    monkeypatch.setattr(parse, "msgspec", None)
+    assert refusal_of(await client.post(path, content=body)) == refused
+
+
 # Web pages
 
 

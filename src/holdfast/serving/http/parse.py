@@ -21,7 +21,7 @@ from holdfast.chat.messages import read_messages
 from holdfast.chat.template import RESERVED
 from holdfast.chats.events import ChatRequest
 from holdfast.chats.turn import check_fits, run_off_loop
-from holdfast.errors import InvalidArgument
+from holdfast.errors import InvalidArgument, PayloadTooLarge
 from holdfast.generation import Constraint, SamplingParams
 from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, RelayedChat, Sampling, Tool
 from holdfast.sessions.ports import ModelInfo
@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 _LARGE = 256 << 10  # bytes; larger bodies are decoded in a thread
 _SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is wrong
+_MAX_PLAIN = 8 << 20  # bytes of a body that is no chat
+_MAX_COMMAS = 2_000_000
 _MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
 _MAX_PROMPTS = 64
 _MAX_VARIABLES = 64
@@ -265,7 +267,9 @@ def _compilation(
 
 
 def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
-    """The body as `kind`, or InvalidArgument that names the field."""
+    """The body as `kind`, or InvalidArgument that names the field. On the event loop, so it must not be large."""
+    if len(body) > _MAX_PLAIN:
+        raise PayloadTooLarge(f"the request body is larger than {_MAX_PLAIN >> 20} MB, which is the most for this path")
     if may_be_empty and not body.strip():
         body = b"{}"
     try:
@@ -281,6 +285,7 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
 
 async def decode_chat(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     """The body as `kind`, and its fields as they came. A large one is decoded in a thread."""
+    _check_values(body)
 
     def decoded() -> tuple[T, dict[str, Any]]:
         try:
@@ -292,6 +297,12 @@ async def decode_chat(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
             raise InvalidArgument("the request body is nested too deeply") from exc
 
     return decoded() if len(body) < _LARGE else await asyncio.to_thread(decoded)
+
+
+def _check_values(body: bytes) -> None:
+    """Refuses millions of numbers: decoding them would hold the interpreter lock for most of a second."""
+    if len(body) >= _LARGE and body.count(b",") > _MAX_COMMAS:
+        raise InvalidArgument(f"the request body has more than {_MAX_COMMAS:,} commas, so too many values")
 
 
 def _decode_error(body: bytes, kind: Any, exc: Exception) -> InvalidArgument:
