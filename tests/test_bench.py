@@ -524,8 +524,9 @@ async def test_a_lost_connection_is_a_wrong_reply_and_the_load_goes_on() -> None
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(writer)
-        body = script.reply(with_payload=True)
-        while await reader.readuntil(b"\r\n\r\n"):
+        body = script.reply()
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
             if len(connections) > 1:
                 writer.write(response(body))
             else:

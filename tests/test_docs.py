@@ -142,14 +142,14 @@ def _commands(path: Path) -> list[str]:
 
 
 def test_every_command_in_the_documents_is_one_that_holdfast_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_known_args
 
-    def only_parsed(self: argparse.ArgumentParser, *given: Any) -> argparse.Namespace:
-        arguments = parse(self, *given)
+    def only_parsed(self: argparse.ArgumentParser, *given: Any) -> tuple[argparse.Namespace, list[str]]:
+        arguments, unknown = parse(self, *given)
         arguments.run = lambda _: 0
-        return arguments
+        return arguments, unknown
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parsed)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", only_parsed)
     pages = [path for path in documents() if path.is_relative_to(ROOT / "docs") or path.parent == ROOT]
     commands = [(path, line) for path in pages if path.name != "CHANGELOG.md" for line in _commands(path)]
     assert len(commands) > 15

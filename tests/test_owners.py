@@ -166,9 +166,14 @@ async def test_an_owner_has_no_more_places_in_the_queue_than_its_quota(keys_file
         assert [(await task).status_code for task in (waiting, other)] == [200, 200]
 
 
+def unread_field(num_bytes: int) -> dict[str, Any]:
+    """A field that is recorded and not read."""
+    return {"response_format": {"type": "text", "json_schema": {"description": "x" * num_bytes}}}
+
+
 async def test_an_owner_that_has_too_much_on_record_adds_nothing_until_it_is_purged(tmp_path: Path) -> None:
     options: dict[str, Any] = {"data_dir": str(tmp_path), "owner_max_mb": 1, "retain_days": 0}
-    large = said("a " * 150, user="x" * 1_200_000)  # a field that is recorded and not read
+    large = said("a " * 150, **unread_field(1_200_000))
     async with (
         serving(wordy_engine(forward_s=0), default_chat(), **options) as server,
         client_of(server) as client,
@@ -206,7 +211,7 @@ async def test_without_a_data_directory_what_is_closed_counts_no_more() -> None:
         client_of(server) as client,
     ):
         session = await open_session(client)
-        assert (await client.post(chat_path(session), json=said("a", user="x" * 1_200_000))).status_code == 200
+        assert (await client.post(chat_path(session), json=said("a", **unread_field(1_200_000)))).status_code == 200
         assert refusal_of(await client.post(chat_path(session), json=said("b"))) == (429, "quota_exceeded")
         await client.delete(f"/sessions/{session}")
         await open_session(client)
@@ -301,7 +306,8 @@ async def unread(server: Server, path: str, body: dict[str, Any], *, key: str = 
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(connection, (host, int(port)))
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\nidempotency-key: {key}\r\n\r\n"
+        headers = f"host: localhost\r\ncontent-length: {len(content)}\r\nidempotency-key: {key}"
+        head = f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n"
         await loop.sock_sendall(connection, head.encode() + content)
         yield connection
 
@@ -416,10 +422,10 @@ async def test_a_large_response_that_is_not_read_is_dropped_and_a_slow_reader_ge
     async with serving(wordy_engine(forward_s=0), default_chat(), stream_stall_s=STALL_S) as server:
         async with client_of(server) as client:
             session = await open_session(client)
-            body = said("hi", user="x" * 8_000_000)
+            body = said("hi", **unread_field(8_000_000))
             assert (await client.post(chat_path(session), json=body)).status_code == 200
             length = len((await client.get(f"/sessions/{session}/export")).content)
-        request = f"GET /sessions/{session}/export HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+        request = f"GET /sessions/{session}/export HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
         host, _, port = server.http.rpartition(":")
         received = []
         for pause_s in (5 * STALL_S, 0.0):

@@ -28,7 +28,7 @@ _REFUSED = 300  # and above: a status that is no success
 
 def request(method: str, path: str, body: bytes = b"") -> bytes:
     type_header = JSON_HEADER if body else ""
-    head = f"{method} {path} HTTP/1.1\r\nhost: bench\r\n{type_header}content-length: {len(body)}\r\n\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{type_header}content-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

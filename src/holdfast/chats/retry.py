@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from holdfast.errors import IdempotencyMismatch, StreamStalled
+from holdfast.errors import Draining, IdempotencyMismatch, StreamStalled
 
 T = TypeVar("T")
 
@@ -54,6 +54,7 @@ class Broadcast(Generic[T]):
         self._task: asyncio.Task[None] | None = None
         self._num_listeners = 0
         self._is_ending = False
+        self._is_over = False  # a little later than the task is done: then its error is known
 
     @property
     def is_running(self) -> bool:
@@ -65,8 +66,8 @@ class Broadcast(Generic[T]):
         self._task = asyncio.ensure_future(run)
 
         def ended(task: "asyncio.Task[None]") -> None:
-            if not task.cancelled():
-                self._error = self._error or task.exception()
+            self._error = self._error or (Draining() if task.cancelled() else task.exception())
+            self._is_over = True
             on_end()
             self._ring()
 
@@ -118,7 +119,7 @@ class Broadcast(Generic[T]):
                     if index > self._num_heard:
                         self._num_heard = index
                         self._heard.set()
-                if self._task.done():
+                if self._is_over:
                     break
                 await self._bell.wait()
             if self._error is not None:

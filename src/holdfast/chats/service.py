@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.chat.messages import read_messages
+from holdfast.chat.template import RESERVED
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.sample import Export
@@ -180,6 +181,8 @@ class ChatService:
         tools, variables = msgspec.json.decode(root.tools), msgspec.json.decode(root.variables)
         if not isinstance(tools, list) or not isinstance(variables, dict):
             raise ValueError("tools must be a JSON list, and template variables a JSON object")
+        if reserved := RESERVED.intersection(variables):
+            raise ValueError(f"{min(reserved)} is not a variable that a chat may set")
         _check_depth([tools, variables], "the template's input")
         try:
             self.setup.chat.continuation.root(tools, variables)
