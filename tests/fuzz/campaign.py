@@ -97,6 +97,7 @@ class Campaign(ABC):
         self.kinds[what[:KIND_CHARACTERS]] += 1
         if len(self.wrong) < SHOWN:
             self.wrong.append(what)
+            print(f"\n{what}", file=sys.stderr)
 
     async def run(self) -> dict[str, Any]:
         """The report. It is good where `wrong` is empty."""
