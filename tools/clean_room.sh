@@ -4,16 +4,15 @@
 #   sudo tools/clean_room.sh bookworm DIR      # Python 3.11; the root is made in DIR with debootstrap, or used again
 #   sudo tools/clean_room.sh trixie DIR        # Python 3.13
 #
-# Needs debootstrap and unshare, and a C++ compiler on this machine to build the wheels. PYTHON builds them (default:
+# Needs debootstrap (MIRROR: another mirror than its own) and unshare, and a C++ compiler on this machine to build the wheels. PYTHON builds them (default:
 # .venv/bin/python). This machine's name server, certificates and PIP_INDEX_URL are used inside. Ends with 1 if a command
 # failed, printed a traceback, or said in more than one line what is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 suite=${1:?which Debian: bookworm or trixie} root=${2:?a folder for its root}
-mirror=${MIRROR:-http://deb.debian.org/debian}
 
 if [ ! -x "$root/usr/bin/python3" ]; then
-    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,curl "$suite" "$root" "$mirror" >/dev/null
+    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,curl "$suite" "$root" ${MIRROR:+"$MIRROR"} >/dev/null
 fi
 rm -rf "$root/try" && mkdir -p "$root/try/dist"
 "${PYTHON:-.venv/bin/python}" -m pip wheel --quiet --no-deps -w "$root/try/dist" . ./sdks/python

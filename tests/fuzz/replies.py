@@ -375,9 +375,9 @@ class _TokenSession:
                 wrong = f"{outcome} {exc.details()}"
             if self._upstream.url in (exc.details() or ""):
                 wrong = f"the error shows the upstream's URL: {exc.details()}"
-        sent = self._upstream.sent[self._name]
-        about = f"after {sent.raw[:1500]!r}"
-        if wrong or (outcome == "DEADLINE_EXCEEDED" and not sent.hangs):
+        sent = self._upstream.sent.get(self._name)  # none where the request never came
+        about = f"after {sent.raw[:1500] if sent else None!r}"
+        if wrong or (outcome == "DEADLINE_EXCEEDED" and not (sent and sent.hangs)):
             raise Wrong(f"{wrong or outcome}: {about}")
         if len(tokens) > MAX_TOKENS:
             raise Wrong(f"{len(tokens)} tokens came, {MAX_TOKENS} were asked for: {about}")
