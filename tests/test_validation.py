@@ -443,6 +443,27 @@ def test_a_damaged_event_is_refused_and_nothing_else_is_raised(data: st.DataObje
         assert type(sampled.token) is int
         assert 0 <= sampled.token < VOCABULARY
         assert -1e308 < sampled.logprob < 0.001
+        for token, logprob in sampled.top:
+            assert 0 <= token < VOCABULARY
+            assert -1e308 < logprob < 0.001
+    assert 0 <= piece.num_cached <= len(PROMPT)
+
+
+@pytest.mark.parametrize("count", [-1, 4, 2**63])
+def test_more_cached_tokens_than_the_prompt_has_are_refused(count: int) -> None:
+    event = {**EVENT, "meta_info": {**EVENT["meta_info"], "cached_tokens": count}}
+    with pytest.raises(UpstreamInvalid, match="cached tokens of a prompt of 3"):
+        reader("sglang").read(json.dumps(event).encode())
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": count}}
+    with pytest.raises(UpstreamInvalid, match="cached tokens of a prompt of 3"):
+        reader("generate").read(json.dumps({**GENERATE, "usage": usage}).encode())
+
+
+@pytest.mark.parametrize("top", [[-0.5, 100], [-0.5, -1], [-0.5, 2**40], [2.0, 5]])
+def test_likeliest_tokens_that_are_none_are_refused(top: list[Any]) -> None:
+    event = {**EVENT, "meta_info": {**EVENT["meta_info"], "output_top_logprobs": [[top]]}}
+    with pytest.raises(UpstreamInvalid):
+        reader("sglang").read(json.dumps(event).encode())
 
 
 def test_a_stream_that_takes_back_a_token_is_refused() -> None:

@@ -30,6 +30,7 @@ GOOD = "good"  # a session's label, which tells the upstream to behave
 CASES_A_SESSION = 12
 MAX_TOKENS = 6
 MAX_TURNS = 4
+TRIES = 5
 STATUSES = (100, 101, 102, 199, 201, 202, 204, 206, 299, 300, 302, 304, 400, 401, 403, 404, 408, 413, 418, 422, 429,
             500, 502, 503, 504, 599, 600, 700, 999)  # fmt: skip
 HEADERS = (
@@ -47,7 +48,10 @@ class QuickModel(FakeModel):
 
     def draw(self, prompt: Sequence[int], options: Mapping[str, Any], max_tokens: int) -> list[DrawnToken]:
         number = random.Random(hash(tuple(prompt)))
-        drawn = [DrawnToken(number.randrange(100, 40_000), -number.random(), []) for _ in range(min(max_tokens, 4))]
+        drawn = [
+            DrawnToken(number.randrange(100, 40_000), -number.random(), [(7, -1.5), (8, -2.5)])
+            for _ in range(min(max_tokens, 4))
+        ]
         stops = set(options.get("stop_token_ids") or ())
         return [one for one in drawn if one.token not in stops]
 
@@ -280,7 +284,10 @@ class _ChatSession:
             self._campaign.outcomes[await self._turn(session)] += 1
         self._upstream.good.add(session)
         try:
-            if (outcome := await self._turn(session)) != "200 recorded":
+            for _ in range(TRIES):  # it may have closed a kept connection, which nobody can know before
+                if (outcome := await self._turn(session)) != "502 refused":
+                    break
+            if outcome != "200 recorded":
                 raise Wrong(f"a good reply was not recorded: {outcome} {self._last!r} for {self._messages}")
             await self._compare(session)
         finally:
@@ -351,7 +358,10 @@ class _TokenSession:
                 outcome, length = await self._turn(session, length)
                 self._campaign.outcomes[outcome] += 1
             self._upstream.good.add(self._name)
-            outcome, length = await self._turn(session, length)
+            for _ in range(TRIES):
+                outcome, length = await self._turn(session, length)
+                if outcome != "UNAVAILABLE":
+                    break
             if outcome != "done":
                 raise Wrong(f"a good stream failed: {outcome}")
         finally:
@@ -360,7 +370,8 @@ class _TokenSession:
             await self._stub.CloseSession(pb.CloseSessionRequest(session_id=session))
 
     async def _turn(self, session: str, length: int) -> tuple[str, int]:
-        request = pb.TurnRequest(session_id=session, token_ids=[8, 9], max_tokens=MAX_TOKENS)
+        options = pb.SamplingOptions(top_logprobs=self._random.randrange(3))
+        request = pb.TurnRequest(session_id=session, token_ids=[8, 9], max_tokens=MAX_TOKENS, sampling=options)
         tokens: list[Any] = []
         outcome, wrong = "no end", ""
         try:

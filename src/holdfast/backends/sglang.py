@@ -8,7 +8,16 @@ from msgspec import Struct
 
 from holdfast.backends.upstream import UpstreamBackend, read_event, sampling_fields, with_logprobs
 from holdfast.backends.upstream_sequences import Opened, StreamPiece
-from holdfast.backends.validation import Entry, Finish, check_finish, check_prompt, check_sampled, check_sglang
+from holdfast.backends.validation import (
+    Entry,
+    Finish,
+    cached_count,
+    check_finish,
+    check_prompt,
+    check_sampled,
+    check_sglang,
+    check_tops,
+)
 from holdfast.errors import UpstreamAborted, UpstreamInvalid
 from holdfast.generation import SamplingParams
 from holdfast.sessions.ports import LogprobKind
@@ -112,10 +121,11 @@ class SGLangReader:
         self._num_seen = meta.completion_tokens
         self._last = tokens[-1] if tokens else self._last
         best = [tuple((e.token, e.logprob) for e in top or [])[: self._num_top] for top in tops]
+        check_tops(best, self._vocab_size)
         matched = meta.finish_reason.matched if meta.finish_reason else None
         return StreamPiece(
             sampled=with_logprobs(tokens, logprobs, best),
             finish=meta.finish_reason.type if meta.finish_reason else None,
             matched=matched if type(matched) is int else None,
-            num_cached=meta.cached_tokens if type(meta.cached_tokens) is int else 0,
+            num_cached=cached_count(meta.cached_tokens, len(self._prompt)),
         )

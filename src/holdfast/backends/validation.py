@@ -222,6 +222,21 @@ def check_prompt(
             )
 
 
+def check_tops(tops: Sequence[Sequence[tuple[int, float]]], vocab_size: int) -> None:
+    """The likeliest tokens at each position are tokens with logprobs too."""
+    for top in tops:
+        check_sampled([token for token, _ in top], [logprob for _, logprob in top], vocab_size)
+
+
+def cached_count(count: Any, num_prompt: int) -> int:
+    """How many tokens of the prompt the upstream had cached; 0 where it does not say."""
+    if type(count) is not int:
+        return 0
+    if not 0 <= count <= num_prompt:
+        raise UpstreamInvalid(f"the upstream reports {count} cached tokens of a prompt of {num_prompt}")
+    return count
+
+
 def check_finish(finish_reason: Any) -> None:
     if finish_reason == "abort":
         raise UpstreamAborted("the upstream aborted the generation")

@@ -12,11 +12,13 @@ from holdfast.backends.upstream import TopLogprobs, UpstreamBackend, read_event,
 from holdfast.backends.upstream_sequences import Opened, StreamPiece
 from holdfast.backends.validation import (
     Usage,
+    cached_count,
     check_count,
     check_finish,
     check_names,
     check_prompt,
     check_sampled,
+    check_tops,
     check_vllm,
 )
 from holdfast.errors import UpstreamInvalid
@@ -168,7 +170,7 @@ class VLLMReader:
         check_prompt(self._prompt, counts=(chunk.usage.prompt_tokens,))
         check_count(self._num_seen, chunk.usage.completion_tokens)
         details = chunk.usage.prompt_tokens_details
-        return replace(piece, num_cached=details.cached_tokens or 0 if details else 0)
+        return replace(piece, num_cached=cached_count(details and details.cached_tokens, len(self._prompt)))
 
     def _choice(self, chunk: _Chunk, choice: _GenerateChoice | _CompletionChoice) -> StreamPiece:
         if choice.finish_reason is not None:
@@ -179,6 +181,7 @@ class VLLMReader:
         tokens = choice.token_ids or []
         logprobs, tops = self._logprobs(tokens, choice.logprobs)
         check_sampled(tokens, logprobs, self._vocab_size)
+        check_tops(tops, self._vocab_size)
         return StreamPiece(
             sampled=with_logprobs(tokens, logprobs, tops),
             finish=choice.finish_reason,
