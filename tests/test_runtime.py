@@ -292,3 +292,14 @@ async def test_a_turns_ending_is_told_once_its_session_is_free() -> None:
     assert b'"finish_reason":"stop"' in told[0][0]
     assert turn.response is not None
     assert turn.response.number == 7
+
+
+async def test_a_session_that_is_made_while_another_one_closes_gets_its_slab(runtime: Runtime) -> None:
+    others = [(await runtime.create(OWNER)).session_id for _ in range(4)]
+    for _ in range(20):
+        closing = asyncio.ensure_future(runtime.close(others.pop(0), OWNER))
+        made = asyncio.ensure_future(runtime.create(OWNER))
+        await asyncio.gather(closing, made)
+        others.append(made.result().session_id)
+    for session in others:  # nobody had to make room
+        assert runtime.info(session, OWNER).state == "live"

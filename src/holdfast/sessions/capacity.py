@@ -96,10 +96,22 @@ class SlabCapacity:
         self._remove = remove
         self._max_parked = max_parked
         self._metrics = metrics
+        self._num_closing = 0
+        self._has_closed = asyncio.Event()
+
+    def begin_closing(self) -> None:
+        """A session was removed, but the backend still has its slab: its place stays taken until `finish_closing`."""
+        self._registry.hold_place()
+        self._num_closing += 1
+
+    def finish_closing(self) -> None:
+        self._registry.release_place()
+        self._num_closing -= 1
+        self._has_closed.set()
 
     async def opened(self, opening: Callable[[], Coroutine[Any, Any, int]], *, may_evict: bool) -> int:
         """What `opening` gives, once there is room. The place stays claimed: `SessionRegistry.add` fills it."""
-        victim = self._registry.claim_place()
+        victim = await self._claimed_place()
         try:
             await self._make_room(victim, may_evict=may_evict)
             return await opening()
@@ -109,7 +121,7 @@ class SlabCapacity:
 
     async def wake(self, session: Session) -> None:
         """A slab for a parked session that the caller has claimed."""
-        victim = self._registry.claim_place()
+        victim = await self._claimed_place()
         try:
             await self._make_room(victim, may_evict=True)
             session.recomputed_tokens = await self._parking.wake(session)
@@ -142,6 +154,13 @@ class SlabCapacity:
     async def forget(self, session: Session) -> None:
         """Nobody will wake it any more."""
         await self._parking.forget(session)
+
+    async def _claimed_place(self) -> Session | None:
+        """As `SessionRegistry.claim_place`, but no session has to make room where another one is about to be gone."""
+        while self._registry.is_full and self._num_closing:
+            self._has_closed.clear()
+            await self._has_closed.wait()
+        return self._registry.claim_place()
 
     async def _make_room(self, victim: Session | None, *, may_evict: bool) -> None:
         if victim is None:

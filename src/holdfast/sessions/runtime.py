@@ -343,6 +343,9 @@ class Runtime:
         if session.parking is not None:
             await asyncio.shield(session.parking)
         self._registry.remove(session, why)
+        has_slab = session.handle is not None
+        if has_slab:
+            self._capacity.begin_closing()
         if session.is_kept:
             self._quotas.release_session(session.owner)
         if not self.journal.keeps_bodies:
@@ -351,8 +354,12 @@ class Runtime:
         self.metrics.session_total.labels(why).inc()
 
         async def finish() -> None:
-            if session.handle is not None:
-                await self._backend.close(session.handle)
+            try:
+                if session.handle is not None:
+                    await self._backend.close(session.handle)
+            finally:
+                if has_slab:
+                    self._capacity.finish_closing()
             await self._capacity.forget(session)
             await self._operations.record(session, SessionClosed(session.id, why, time.time()))
 

@@ -223,6 +223,10 @@ class SessionRegistry:
         num_idle = Counter(session.owner for session in idle)
         return min(idle, key=lambda session: (-num_idle[session.owner], session.last_used), default=None)
 
+    def hold_place(self) -> None:
+        """Keep the place of a session that was removed, until its slab is free."""
+        self._claimed += 1
+
     def release_place(self) -> None:
         """Give a claimed place back, or have it filled by a session that is here already."""
         self._claimed -= 1
