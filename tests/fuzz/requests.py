@@ -182,7 +182,7 @@ class _Worker:
             + quote("/".join(parts), safe="/%.")
             + self._random.choice(("", "?", "?page_size=x", "?state=live&state=x"))
         )
-        if path.rstrip("?").rstrip("/").endswith(self._session) and method == "DELETE":
+        if path.partition("?")[0].rstrip("/").endswith(self._session) and method == "DELETE":
             method = "GET"
         headers = self._random.choice(HEADERS) + "\r\n"
         self._about = f"{method} {path} {headers[:100]}"

@@ -8,11 +8,12 @@ import dataclasses
 import json
 import math
 import shlex
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from holdfast.bench.conversation import SYSTEM, TIMEOUT_S, OpenAIChat, OpenAIServer, SdkChat, TimedReply, question_of
 from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_bounded
@@ -167,12 +168,13 @@ def measure(settings: LongSessionSettings, results: Results) -> None:
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
-    """How a turn can fail with either client. The openai package lets errors of httpx through in mid-stream."""
+    """How a turn can fail with either client. The openai package lets errors of its HTTP library (httpx, or its
+    successor, by version) through in mid-stream."""
     import holdfast_sdk
-    import httpx
     import openai
 
-    return holdfast_sdk.HoldfastError, openai.OpenAIError, httpx.HTTPError, OSError, ProcessFailed
+    library: Any = sys.modules[openai.Timeout.__init__.__module__.partition(".")[0]]
+    return holdfast_sdk.HoldfastError, openai.OpenAIError, library.HTTPError, OSError, ProcessFailed
 
 
 def _summarize(results: Results) -> None:

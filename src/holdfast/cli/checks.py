@@ -151,6 +151,8 @@ def require_fit(source: ModelSource, config: EngineConfig, snapshot_bytes: int =
     shape, finding = check_engine(model, config, factory.resolved_dtype(config.dtype, model.architecture, device))
     if shape:
         sizes, total_bytes = model.sizes(config, device, machine.free_bytes(device)), machine.find_memory().total_bytes
+        if sizes.memory_bytes is None:  # nothing to compare with, perhaps because the engine's packages are missing
+            return ""
         finding = check_fit(sizes, shape, config.sessions, snapshot_bytes, device, total_bytes=total_bytes)
     if finding.level == "problem":
         raise ConfigError(finding.says)
