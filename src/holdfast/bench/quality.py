@@ -69,7 +69,7 @@ def scenario(build: Build) -> Scenario:
         about="perplexity by position with and without sinks, recall inside and outside the window, oracle agreement",
         settings=QualitySettings,
         quick={"tokens": 10 * _CHUNK, "facts": 5, "oracle_windows": 1},
-        quick_s=20,
+        quick_s=25,
         num_rounds=lambda settings: 3,
         measure=partial(_measure, build),
         judge=judge,
