@@ -161,7 +161,9 @@ def test_a_conversation_on_a_server_outlives_ctrl_c_and_can_be_continued(talker:
     chat = (*COMMAND, "chat", "--server", f"http://{talker.http}", "--max-tokens", "150", "--temperature", "0")
     with Terminal(*chat) as terminal:
         terminal.until("> ")
-        terminal.type("half a quest" + CTRL_C)
+        terminal.type("half a quest")
+        terminal.until("half a quest")  # it waits for input: a signal before that is seen with the next key
+        terminal.type(CTRL_C)
         terminal.until("Ctrl-D or /exit leaves")
         terminal.until("> ")
         terminal.type("Tell me all." + ENTER)

@@ -32,7 +32,13 @@ def start(path: Path, *args: str) -> "subprocess.Popen[str]":
     command = [sys.executable, str(TOOL), *args, "--", "-c", os.devnull, "-p", "no:cacheprovider", str(path)]
     environment = {**os.environ, "TMPDIR": str(path.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=path.parent, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - ours may be ignored
+        cwd=path.parent,
+        env=environment,
     )
 
 
