@@ -98,11 +98,25 @@ class Terminal:
 
     def until(self, text: str) -> str:
         """What is shown up to and including `text`, since the last call."""
-        while text not in self.seen:
-            assert select.select([self._outer], [], [], 60)[0], f"{text!r} is not in {self.seen!r}"
-            self.seen += os.read(self._outer, 4096).decode(errors="replace")
+        assert self._shows(text, 60), f"{text!r} is not in {self.seen!r}"
         before, found, self.seen = self.seen.partition(text)
         return before + found
+
+    def interrupt(self, answer: str) -> None:
+        """Ctrl-C at the prompt, until `answer` is shown: one that comes just before Python waits for a key is noticed
+        only with the next key."""
+        for _ in range(30):
+            self.type(CTRL_C)
+            if self._shows(answer, 2):
+                break
+        self.until(answer)
+
+    def _shows(self, text: str, timeout_s: float) -> bool:
+        while text not in self.seen:
+            if not select.select([self._outer], [], [], timeout_s)[0]:
+                return False
+            self.seen += os.read(self._outer, 4096).decode(errors="replace")
+        return True
 
     def type(self, text: str) -> None:
         os.write(self._outer, text.encode())
@@ -162,9 +176,8 @@ def test_a_conversation_on_a_server_outlives_ctrl_c_and_can_be_continued(talker:
     with Terminal(*chat) as terminal:
         terminal.until("> ")
         terminal.type("half a quest")
-        terminal.until("half a quest")  # it waits for input: a signal before that is seen with the next key
-        terminal.type(CTRL_C)
-        terminal.until("Ctrl-D or /exit leaves")
+        terminal.until("half a quest")
+        terminal.interrupt("Ctrl-D or /exit leaves")
         terminal.until("> ")
         terminal.type("Tell me all." + ENTER)
         terminal.until("waiting for the first token")
