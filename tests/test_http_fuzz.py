@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from holdfast.serving.http.openapi import build
 from tests.effort import examples
+from tests.fuzz import mutation
+from tests.fuzz.requests import CHAT, HI, RICH, TOOL
 from tests.fuzz.server import BriefEngine
 from tests.serving import Server, default_chat, serving_aside
 from tests.talking import error_of
-
-CHAT = "/v1/chat/completions"
-HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -102,47 +101,9 @@ def test_nothing_that_the_document_allows_or_forbids_is_a_5xx(
 # By our own means
 
 
-TOOL = {"type": "function", "function": {"name": "look", "description": "at", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 CHATS: list[dict[str, Any]] = [
-    {
-        "messages": [
-            {"role": "system", "content": "Be brief.", "name": "me"},
-            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "reasoning_content": "hm",
-                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
-            },
-            {"role": "tool", "tool_call_id": "c", "content": "seen"},
-        ],
-        "model": "test",
-        "max_tokens": 4,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "repetition_penalty": 1.1,
-        "logit_bias": {"5": 1.5},
-        "seed": 1,
-        "stop": ["x", "y"],
-        "stop_token_ids": [7],
-        "user": "me",
-        "truncation": "auto",
-        "stream": False,
-        "stream_options": {"include_usage": True},
-        "logprobs": True,
-        "top_logprobs": 2,
-        "tools": [TOOL],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "metadata": {"a": "b"},
-        "chat_template_kwargs": {"enable_thinking": False},
-        "return_meta_info": True,
-    },
+    RICH,
     {
         "messages": HI,
         "max_tokens": 4,
@@ -158,19 +119,7 @@ CHATS: list[dict[str, Any]] = [
     {"prompt": ["hi", "you"], "max_tokens": 4, "n": 2, "logprobs": 1, "echo": False, "suffix": "", "best_of": 1},
     {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True, "stop": "x"},
 ]
-ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 0.5, -0.0, 2**31, 2**63, 2**64, -(2**63), 10**30, 10**400, 1e-320, 1e308, -1e308,
-    float("nan"), float("inf"), "", "x", "\x00", "\ud800", "\U0010ffff", "<|im_end|>", "{", "x" * 5000,
-    [], {}, [[]], [{}],
-    {"": {}}, [None], ["x"] * 1000, {"a": 1}, {"type": "object"}, {"$ref": "#"}, {"type": "string", "pattern": "("},
-]  # fmt: skip
-
-
-def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inner:
-        yield from paths_in(item, (*path, key))
+ODD = [*mutation.ODD, 10**400, {"type": "string", "pattern": "("}]
 
 
 def with_change(value: Any, path: tuple[Any, ...], new: Any) -> Any:
@@ -181,7 +130,7 @@ def with_change(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return changed
 
 
-PLACES = [(number, path) for number, body in enumerate(CHATS) for path in paths_in(body)]
+PLACES = [(number, path) for number, body in enumerate(CHATS) for path in mutation.places(body)]
 
 
 def path_for(body: dict[str, Any]) -> str:

@@ -597,36 +597,38 @@ def _put(value: Any, place: tuple[Any, ...], new: Any) -> Any:
     return changed
 
 
+def _answered(client: httpx.Client, session: str, kind: str, texts: list[str]) -> bytes:
+    """The session as a file, after everything that can be asked of it was answered, if only with a refusal."""
+    path = f"/sessions/{session}"
+    body = {"branch": "all", "format": "json", "min_weight_version": 1}
+    answers = [
+        client.get(f"{path}?branches=all"),
+        client.get(f"{path}?payloads=false"),
+        client.get("/sessions"),
+        client.post(f"{path}/samples"),
+        client.post(f"{path}/samples", json=body),
+        client.post(f"{path}/fork", json={}),
+        client.post(chat_path(session), json=said("another beginning", max_tokens=1)),
+        client.post(chat_path(session), json=said("a", texts[0], "b", texts[1], "c", max_tokens=1)),
+    ]
+    assert {(one.status_code, one.text[:200]) for one in answers if one.status_code >= 500} == set()
+    assert answers[0].status_code == (200 if kind == "chat" else 400)
+    exported = client.get(f"{path}/export")
+    assert exported.status_code == 200, exported.text
+    client.delete(f"/sessions/{answers[5].json().get('session_id', '')}")
+    return exported.content
+
+
+def _client_at(server: Server) -> httpx.Client:
+    return httpx.Client(base_url=f"http://{server.http}", timeout=60, verify=False)
+
+
 @pytest.mark.parametrize("kind", ["chat", "tokens"])
 def test_a_crafted_file_is_refused_or_makes_a_session_with_which_everything_works(tmp_path: Path, kind: str) -> None:
     accepted: list[str] = []
     options = {"data_dir": str(tmp_path), "max_parked": 10_000, "snapshot_memory_mb": 0, "snapshot_disk_mb": 0}
 
-    def works(client: httpx.Client, session: str) -> bytes:
-        """The session as a file, after everything that can be asked of it was answered, if only with a refusal."""
-        path = f"/sessions/{session}"
-        body = {"branch": "all", "format": "json", "min_weight_version": 1}
-        answers = [
-            client.get(f"{path}?branches=all"),
-            client.get(f"{path}?payloads=false"),
-            client.get("/sessions"),
-            client.post(f"{path}/samples"),
-            client.post(f"{path}/samples", json=body),
-            client.post(f"{path}/fork", json={}),
-            client.post(chat_path(session), json=said("another beginning", max_tokens=1)),
-            client.post(chat_path(session), json=said("a", texts[0], "b", texts[1], "c", max_tokens=1)),
-        ]
-        assert {(one.status_code, one.text[:200]) for one in answers if one.status_code >= 500} == set()
-        assert answers[0].status_code == (200 if kind == "chat" else 400)
-        exported = client.get(f"{path}/export")
-        assert exported.status_code == 200, exported.text
-        client.delete(f"/sessions/{answers[5].json().get('session_id', '')}")
-        return exported.content
-
-    def client_at(server: Server) -> httpx.Client:
-        return httpx.Client(base_url=f"http://{server.http}", timeout=60, verify=False)
-
-    with serving_aside(wordy_engine(forward_s=0), default_chat(), **options) as server, client_at(server) as client:
+    with serving_aside(wordy_engine(forward_s=0), default_chat(), **options) as server, _client_at(server) as client:
         session = str(client.post("/sessions", json={"metadata": {"a": "b"}, "group": "g"}).json()["session_id"])
         texts: list[str] = []
         for text in ("a", "b"):
@@ -656,16 +658,16 @@ def test_a_crafted_file_is_refused_or_makes_a_session_with_which_everything_work
             answer = client.post("/sessions/import", content=_sealed(changed))
             assert answer.status_code in (200, 400), answer.text
             if answer.status_code == 200:
-                exported = works(client, answer.json()["session_id"])
+                exported = _answered(client, answer.json()["session_id"], kind, texts)
                 again = client.post("/sessions/import", content=exported)
                 assert again.status_code == 200, again.text
                 client.delete(f"/sessions/{again.json()['session_id']}")
                 accepted.append(answer.json()["session_id"])
 
         try_one()
-    with serving_aside(wordy_engine(forward_s=0), default_chat(), **options) as server, client_at(server) as client:
+    with serving_aside(wordy_engine(forward_s=0), default_chat(), **options) as server, _client_at(server) as client:
         for session in accepted:
-            works(client, session)
+            _answered(client, session, kind, texts)
 
 
 def _as_tokens(data: bytes) -> bytes:

@@ -4,8 +4,8 @@
 #   sudo tools/clean_room.sh bookworm DIR      # Python 3.11; the root is made in DIR with debootstrap, or used again
 #   sudo tools/clean_room.sh trixie DIR        # Python 3.13
 #
-# Needs debootstrap (MIRROR: another mirror than its own) and unshare, and a C++ compiler on this machine to build the wheels. PYTHON builds them (default:
-# .venv/bin/python). This machine's name server, certificates and PIP_INDEX_URL are used inside. Ends with 1 if a command
+# Needs debootstrap (MIRROR: another mirror than its own) and unshare, and a C++ compiler on this machine to build the
+# wheels. PYTHON builds them (default: .venv/bin/python). This machine's name server, certificates and PIP_INDEX_URL are used inside. Ends with 1 if a command
 # failed, printed a traceback, or said in more than one line what is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -68,7 +68,6 @@ def _download(about: str) -> dict[str, Any]:
 def build() -> dict[str, Any]:
     (_, components) = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     describe(components)
-    one = {"parameters": [_SESSION]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Holdfast", "version": __version__},
@@ -77,58 +76,58 @@ def build() -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
-        "paths": {
-            "/health": {"get": _operation("Liveness check")},
-            "/healthz": {"get": _operation("Liveness check")},
-            "/readyz": {
-                "get": _operation("Readiness check: 503 while draining or while the journal cannot be written")
-            },
-            "/metrics": {"get": _operation("Prometheus metrics")},
-            "/": {"get": _operation("Name and version of the server, and where its endpoints are")},
-            "/v1/models": {"get": _operation("List of models: the one that is served")},
-            "/v1/models/{model}": {"parameters": [_MODEL], "get": _operation("The served model")},
-            "/v1/chat/completions": {
-                "post": _operation(
-                    "Chat completion, stateless: the whole conversation is the prompt", body=ChatCompletion
-                )
-            },
-            "/v1/completions": {"post": _operation("Text completion, stateless", body=Completion)},
-            "/sessions": {
-                "get": _operation("List your sessions, all or by pages") | {"parameters": _LISTED},
-                "post": _operation("Open a chat session", body=NewSession, optional=True),
-            },
-            "/sessions/import": {"post": _upload("Import a session file as a new session")},
-            "/sessions/purge": {
-                "post": _operation("Delete closed sessions from the journal", body=Purge, optional=True)
-            },
-            "/sessions/{session_id}/export": one | {"get": _download("Export the session as a file")},
-            "/sessions/{session_id}": one
-            | {
-                "get": _operation("State, messages and recorded turns of the session") | {"parameters": _SHOWN},
-                "delete": _operation("Close the session", status=204),
-            },
-            "/sessions/{session_id}/fork": one
-            | {"post": _operation("Fork: a new session with the same history", body=Fork, optional=True)},
-            "/sessions/{session_id}/v1/chat/completions": one
-            | {
-                "post": _operation(
-                    "Chat completion on the session: only new messages are computed", body=ChatCompletion
-                )
-            },
-            "/sessions/{session_id}/reward": one
-            | {"post": _operation("Set the reward of the session or of one turn", body=Reward)},
-            "/sessions/{session_id}/samples": one
-            | {"post": _operation("Samples for training", body=SamplesRequest, optional=True)},
-            "/control/pause": {"post": _operation("Pause: no new generation begins (admin)") | {"parameters": _PAUSED}},
-            "/control/resume": {"post": _operation("Resume (admin)")},
-            "/control/weight_version": {
-                "put": _operation("Set the weight version that is in use (admin)", body=WeightVersion)
-            },
-            "/sessions/{session_id}/v1/models": one | {"get": _operation("List of models: the one that is served")},
-            "/sessions/{session_id}/v1/models/{model}": {
-                "parameters": [_SESSION, _MODEL],
-                "get": _operation("The served model"),
-            },
+        "paths": _paths() | _session_paths(),
+    }
+
+
+def _paths() -> dict[str, Any]:
+    return {
+        "/health": {"get": _operation("Liveness check")},
+        "/healthz": {"get": _operation("Liveness check")},
+        "/readyz": {"get": _operation("Readiness check: 503 while draining or while the journal cannot be written")},
+        "/metrics": {"get": _operation("Prometheus metrics")},
+        "/": {"get": _operation("Name and version of the server, and where its endpoints are")},
+        "/v1/models": {"get": _operation("List of models: the one that is served")},
+        "/v1/models/{model}": {"parameters": [_MODEL], "get": _operation("The served model")},
+        "/v1/chat/completions": {
+            "post": _operation("Chat completion, stateless: the whole conversation is the prompt", body=ChatCompletion)
+        },
+        "/v1/completions": {"post": _operation("Text completion, stateless", body=Completion)},
+        "/control/pause": {"post": _operation("Pause: no new generation begins (admin)") | {"parameters": _PAUSED}},
+        "/control/resume": {"post": _operation("Resume (admin)")},
+        "/control/weight_version": {
+            "put": _operation("Set the weight version that is in use (admin)", body=WeightVersion)
+        },
+    }
+
+
+def _session_paths() -> dict[str, Any]:
+    one = {"parameters": [_SESSION]}
+    return {
+        "/sessions": {
+            "get": _operation("List your sessions, all or by pages") | {"parameters": _LISTED},
+            "post": _operation("Open a chat session", body=NewSession, optional=True),
+        },
+        "/sessions/import": {"post": _upload("Import a session file as a new session")},
+        "/sessions/purge": {"post": _operation("Delete closed sessions from the journal", body=Purge, optional=True)},
+        "/sessions/{session_id}/export": one | {"get": _download("Export the session as a file")},
+        "/sessions/{session_id}": one
+        | {
+            "get": _operation("State, messages and recorded turns of the session") | {"parameters": _SHOWN},
+            "delete": _operation("Close the session", status=204),
+        },
+        "/sessions/{session_id}/fork": one
+        | {"post": _operation("Fork: a new session with the same history", body=Fork, optional=True)},
+        "/sessions/{session_id}/v1/chat/completions": one
+        | {"post": _operation("Chat completion on the session: only new messages are computed", body=ChatCompletion)},
+        "/sessions/{session_id}/reward": one
+        | {"post": _operation("Set the reward of the session or of one turn", body=Reward)},
+        "/sessions/{session_id}/samples": one
+        | {"post": _operation("Samples for training", body=SamplesRequest, optional=True)},
+        "/sessions/{session_id}/v1/models": one | {"get": _operation("List of models: the one that is served")},
+        "/sessions/{session_id}/v1/models/{model}": {
+            "parameters": [_SESSION, _MODEL],
+            "get": _operation("The served model"),
         },
     }
 
