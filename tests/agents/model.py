@@ -1,0 +1,130 @@
+"""A scripted model behind SGLang's API: a script decides what it says, and every exchange is logged as token ids."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.chat.tool_calls import render_call
+from holdfast.testing.fake_servers import FakeSGLang
+from holdfast.testing.fake_upstream import FakeModel, FakeReply, Json, need
+from tests.qwen3 import FOLDER, VOCABULARY, qwen3
+
+CONTEXT = 262_144
+_EOS = "<|im_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the model says, after `wait_s` seconds."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    wait_s: float = 0.0
+
+    def spelled(self) -> str:
+        """As Qwen3 writes it, without the token that ends it."""
+        think = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
+        calls = [render_call(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.calls]
+        return think + "\n".join(filter(None, [self.content, *calls]))
+
+
+Script = Callable[[list[Json], list[Json]], Reply]
+"""From the messages and tools of a request to the reply. Pure, as agents repeat requests and ask in any order."""
+
+
+class ScriptedModel(FakeSGLang):
+    """`exchanges` has what was sent to the server: input_ids, output_ids, messages, the tools' names, seconds."""
+
+    def __init__(self, script: Script, log: Path | None = None) -> None:
+        super().__init__(FakeModel(name="scripted", vocab_size=VOCABULARY, eos_token_id=151_645, context=CONTEXT))
+        self.script = script
+        self.log = log
+        self.exchanges: list[Json] = []
+        self._tokenizer = qwen3().tokenizer
+        self._num_calls = 0
+
+    async def _chat(self, request: Json, reply: FakeReply) -> None:
+        self._check_chat(request, reply)
+        prompt = self._check_prompt(request.get("input_ids"))
+        limit = request.get("max_completion_tokens") or request.get("max_tokens") or CONTEXT
+        need(len(prompt) + (0 if limit == CONTEXT else limit) <= CONTEXT, "the context is too long")
+        started = time.time()
+        if reply.request.headers.get("x-smg-routing-key") == "holdfast-probe":
+            said = Reply(content="ok")
+        else:
+            said = self.script(request["messages"], request.get("tools") or [])
+        ids = self._tokenizer.encode(said.spelled() + _EOS)
+        is_cut = len(ids) > limit
+        ids = ids[:limit]
+        await asyncio.sleep(said.wait_s)
+        if reply.request.headers.get("x-smg-routing-key") != "holdfast-probe":
+            self._note(request, prompt, ids, started)
+        await reply.send(self._completion(prompt, ids, said, is_cut=is_cut))
+
+    def _note(self, request: Json, prompt: list[int], ids: list[int], started: float) -> None:
+        tools = [tool.get("function", {}).get("name") for tool in request.get("tools") or []]
+        exchange = {"input_ids": prompt, "output_ids": ids, "messages": request["messages"], "tools": tools}
+        self.exchanges.append(exchange | {"started": started, "ended": time.time()})
+        if self.log:
+            with self.log.open("a") as stream:
+                stream.write(json.dumps(self.exchanges[-1]) + "\n")
+
+    def _completion(self, prompt: list[int], ids: list[int], said: Reply, *, is_cut: bool) -> Json:
+        text = self._tokenizer.decode(ids, skip_special=True)
+        message: Json = {"role": "assistant", "content": said.content, "reasoning_content": said.reasoning or None}
+        message["tool_calls"] = [self._call(call) for call in said.calls] or None
+        if is_cut:  # a server that parses replies finds neither reasoning nor a call that is over
+            message |= {"content": text, "reasoning_content": None, "tool_calls": None}
+        finish = {"type": "length", "length": len(ids)} if is_cut else {"type": "stop", "matched": ids[-1]}
+        entries = [[-(1 + (at * 37 + token) % 100) / 64, token, None] for at, token in enumerate(ids)]
+        counts = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": "tool_calls" if message["tool_calls"] else finish["type"],
+            "meta_info": counts | {"finish_reason": finish, "output_token_logprobs": entries, "weight_version": "1"},
+        }
+        about = {"id": f"chat-{len(self.exchanges)}", "object": "chat.completion", "created": 1, "model": "scripted"}
+        return about | {"choices": [choice], "usage": counts | {"total_tokens": len(prompt) + len(ids)}}
+
+    def _call(self, call: Call) -> Json:
+        self._num_calls += 1
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        return {"id": f"call_{self._num_calls:08d}", "type": "function", "index": None, "function": function}
+
+
+def model_folder(folder: Path) -> Path:
+    """A directory that `holdfast serve` takes for a model with Qwen3's tokenizer and template. It has no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to((FOLDER / name).resolve())
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000,
+        "max_position_embeddings": CONTEXT,
+        "eos_token_id": [151_645, 151_643],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
