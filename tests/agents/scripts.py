@@ -108,7 +108,7 @@ def _subagents(plan: Plan, tools: Sequence[Json]) -> Reply:
                     description=f"Count part {n}",
                     prompt=f"Do your part {n}. [[steps 2]]",
                     message=f"Do your part {n}. [[steps 2]]",
-                    subagent_type=_first_enum(tool, "subagent_type") or "general-purpose",
+                    subagent_type=_kind_of_subagent(tool),
                     task_name=f"part_{n}",
                     run_in_background=False,
                 )
@@ -148,6 +148,5 @@ def _filler(schema: Json) -> Any:
     return {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}.get(str(kind), "x")
 
 
-def _first_enum(tool: Json, name: str) -> str | None:
-    values = tool["parameters"]["properties"].get(name, {}).get("enum")
-    return values[0] if values else None
+def _kind_of_subagent(tool: Json) -> str:
+    return "general-purpose" if "general-purpose" in str(tool) else "general"
