@@ -1,7 +1,9 @@
 """A scripted model behind SGLang's API: a script decides what it says, and every exchange is logged as token ids."""
 
 import asyncio
+import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +54,6 @@ class ScriptedModel(FakeSGLang):
         self.log = log
         self.exchanges: list[Json] = []
         self._tokenizer = qwen3().tokenizer
-        self._num_calls = 0
 
     async def _chat(self, request: Json, reply: FakeReply) -> None:
         self._check_chat(request, reply)
@@ -70,7 +71,7 @@ class ScriptedModel(FakeSGLang):
         await asyncio.sleep(said.wait_s)
         if reply.request.headers.get("x-smg-routing-key") != "holdfast-probe":
             self._note(request, prompt, ids, started)
-        await reply.send(self._completion(prompt, ids, said, is_cut=is_cut))
+        await reply.send(self._completion(request["messages"], prompt, ids, said, is_cut=is_cut))
 
     def _note(self, request: Json, prompt: list[int], ids: list[int], started: float) -> None:
         tools = [tool.get("function", {}).get("name") for tool in request.get("tools") or []]
@@ -80,10 +81,12 @@ class ScriptedModel(FakeSGLang):
             with self.log.open("a") as stream:
                 stream.write(json.dumps(self.exchanges[-1]) + "\n")
 
-    def _completion(self, prompt: list[int], ids: list[int], said: Reply, *, is_cut: bool) -> Json:
+    def _completion(
+        self, messages: list[Json], prompt: list[int], ids: list[int], said: Reply, *, is_cut: bool
+    ) -> Json:
         text = self._tokenizer.decode(ids, skip_special=True)
         message: Json = {"role": "assistant", "content": said.content, "reasoning_content": said.reasoning or None}
-        message["tool_calls"] = [self._call(call) for call in said.calls] or None
+        message["tool_calls"] = [_call(call, messages, at) for at, call in enumerate(said.calls)] or None
         if is_cut:  # a server that parses replies finds neither reasoning nor a call that is over
             message |= {"content": text, "reasoning_content": None, "tool_calls": None}
         finish = {"type": "length", "length": len(ids)} if is_cut else {"type": "stop", "matched": ids[-1]}
@@ -99,10 +102,14 @@ class ScriptedModel(FakeSGLang):
         about = {"id": f"chat-{len(self.exchanges)}", "object": "chat.completion", "created": 1, "model": "scripted"}
         return about | {"choices": [choice], "usage": counts | {"total_tokens": len(prompt) + len(ids)}}
 
-    def _call(self, call: Call) -> Json:
-        self._num_calls += 1
-        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        return {"id": f"call_{self._num_calls:08d}", "type": "function", "index": None, "function": function}
+
+def _call(call: Call, messages: list[Json], at: int) -> Json:
+    """The id depends only on what a recording keeps, so that the same recording gets the same ids again."""
+    plans = re.findall(r"[^\n]*\[\[[^\n]*", "\n".join(str(m.get("content")) for m in messages if m["role"] == "user"))
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    key = json.dumps([len(messages), at, plans, function]).encode()
+    call_id = f"call_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+    return {"id": call_id, "type": "function", "index": None, "function": function}
 
 
 def model_folder(folder: Path) -> Path:

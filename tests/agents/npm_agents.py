@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tests.agents.agent import Agent, Command, Place
 from tests.agents.scripts import FINAL
@@ -86,7 +87,12 @@ def _opencode(place: Place) -> Sequence[Command]:
 def _qwen_code(place: Place) -> Sequence[Command]:
     folder = place.home / ".qwen"
     folder.mkdir(exist_ok=True)
-    settings = {"privacy": {"usageStatisticsEnabled": False}, "general": {"disableAutoUpdate": True}}
+    settings: dict[str, Any] = {
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"disableAutoUpdate": True},
+    }
+    if place.scenario == "compaction":
+        settings["model"] = {"generationConfig": {"contextWindowSize": 60_000}}
     (folder / "settings.json").write_text(json.dumps(settings))
     env = {"OPENAI_API_KEY": place.key, "OPENAI_BASE_URL": place.v1, "OPENAI_MODEL": place.model}
     return [

@@ -21,6 +21,7 @@ from holdfast import errors
 from tests.agents.agent import Agent, Command, Place, agents_folder, search_path
 from tests.agents.door import Door
 from tests.agents.model import ScriptedModel, model_folder
+from tests.agents.recording import write_recording
 
 REPOSITORY = Path(__file__).parents[2]
 _LEAST_LEAVES = {"subagents": 3, "compaction": 2}
@@ -85,8 +86,6 @@ async def run(
         samples = await _json(client, "POST", f"{one}/samples", {"format": "json", "branch": "all"})
     (folder / "session.json").write_text(json.dumps(state))
     (folder / "samples.json").write_text(json.dumps(samples))
-    if record:
-        record.write_text(json.dumps(door.turns, indent=1))  # noqa: ASYNC240 - nothing else runs
     checks += [
         _all_recorded(door, state),
         _same_ids(model, state),
@@ -98,7 +97,7 @@ async def run(
     for check in checks:
         print(f"{'ok  ' if check.is_ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
     tree = state["metadata"]["tree"]
-    return {
+    result = {
         "agent": agent.name,
         "packages": list(agent.packages),
         "scenario": scenario,
@@ -116,6 +115,9 @@ async def run(
         "most_at_once": _most_at_once(door.turns),
         "first_prompt_tokens": len(model.exchanges[0]["input_ids"]) if model.exchanges else 0,
     }
+    if record:
+        write_recording(record, result, door.turns, folder)
+    return result
 
 
 @asynccontextmanager
