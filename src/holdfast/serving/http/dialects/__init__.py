@@ -1,0 +1,1 @@
+"""Other APIs for the same chats: requests become chat completion requests, replies become theirs."""
