@@ -67,6 +67,8 @@ class TurnRequest:
     request: ChatRequest
     writer: ReplyWriter
     key: IdempotencyKey
+    agent: Mapping[str, str] = field(default_factory=dict)
+    response_id: str = ""
 
 
 TurnEvent = TurnStarted | ReplyPiece | ReplyEnd | TurnResponse

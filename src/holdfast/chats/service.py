@@ -93,6 +93,12 @@ class ChatService:
         )
         return view
 
+    async def named(self, owner: str, name: str) -> str:
+        names: dict[tuple[str, str], str] = self.__dict__.setdefault("_names", {})
+        if (owner, name) not in names:
+            names[owner, name] = (await self.create(owner, label=name)).session_id
+        return names[owner, name]
+
     def get(self, session_id: str, owner: str) -> Trajectory:
         """The trajectory of the owner's chat session."""
         self._runtime.find(session_id, owner)

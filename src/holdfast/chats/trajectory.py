@@ -89,6 +89,10 @@ class Trajectory:
         nodes = [self.tree.root, *self.tree.nodes]
         return sum(node.parent is not before for before, node in itertools.pairwise(nodes))
 
+    def find_response(self, response_id: str) -> Node | None:
+        found = (node for node in reversed(self.tree.nodes) if node.turn.facts.response_id == response_id)
+        return next(found, None) if response_id else None
+
     def add(self, turn: TurnRecord) -> None:
         """Take a turn that is on record into the tree; the backend's history is at its end."""
         self.synced_node, self.needs_rewind = self.tree.add(turn), False

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -163,7 +163,7 @@ class ChatTurn:
             given=prepared.prompt.ids,
             sampled=result.tokens,
             finish_reason=result.finish_reason,
-            facts=result.facts,
+            facts=replace(result.facts, response_id=self.request.response_id, agent=dict(self.request.agent)),
             num_control=prepared.prompt.num_control,
             request=result.request,
             response=result.response,

@@ -56,6 +56,8 @@ class TurnFacts:
     routed_experts: str | ByteRange | None = None  # base64 of int32 or a list; mostly its range in the response
     indexer_topk: str | ByteRange | None = None
     cut: tuple[ByteRange, ...] = ()  # parts of the response that the client did not get
+    response_id: str = ""
+    agent: Mapping[str, str] = field(default_factory=dict)
 
 
 class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idempotency_key": "ticket_key"}):

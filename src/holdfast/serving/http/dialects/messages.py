@@ -1,28 +1,47 @@
 """Anthropic's Messages API: its requests as chat completion requests, replies as its messages and events.
 
-Knows JSON values and replies, nothing of sessions. What a request holds that has no meaning here is ignored and named;
-what cannot be honoured, such as an image, is refused with the path of the field.
+| in the request | what becomes of it |
+|---|---|
+| `system`, a string or text blocks | a system message, blocks one below the other |
+| text blocks of a user message | one message, blocks one below the other |
+| `tool_result` blocks | a tool message each, before the text of the same message |
+| `thinking`, `tool_use` blocks | reasoning and tool calls of the assistant message; `redacted_thinking` is left out |
+| tools with an `input_schema` | functions |
+| tools that Anthropic's servers would run | left out and named in `holdfast-ignored-fields` |
+| `tool_choice` | the same choice of chat completions; `disable_parallel_tool_use` is `parallel_tool_calls: false` |
+| `thinking` | the template variable `enable_thinking` |
+| `output_config` | `format` restricts the reply to a schema; `effort` is `reasoning_effort` |
+| images, documents and other blocks | refused by their path |
+| other fields of the request | left out and named in `holdfast-ignored-fields` |
 """
 
 import json
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from holdfast.chat.reply import ReplyEnd, ReplyPiece, TokenUsage
-from holdfast.errors import InvalidArgument
-
-Json = dict[str, Any]
+from holdfast.chat.reply import ReplyEnd, ReplyPiece
+from holdfast.serving.http.dialects.base import (
+    Completion,
+    Json,
+    StreamEncoder,
+    Translated,
+    as_list,
+    as_object,
+    as_text,
+    event,
+    invalid,
+    upstream_message,
+)
+from holdfast.serving.http.render import Writer
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"}
 _RAW = "_raw_arguments"  # holds the arguments of a call that spell no JSON object
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -33,49 +52,46 @@ _ERROR_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ChatBody:
-    """A request as a chat completion request, and the names of the fields that were ignored."""
+class MessagesDialect:
+    name = "messages"
+    id_prefix = "msg_"
+    with_matched_stop = True
 
-    fields: Json
-    ignored: tuple[str, ...]
+    def translate(self, body: Any) -> Translated:
+        body = as_object(body, "the request body")
+        chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
+        chat["messages"] = [*_system(body.get("system")), *_messages(as_list(body.get("messages"), "messages"))]
+        if stops := as_list(body.get("stop_sequences"), "stop_sequences"):
+            chat["stop"] = stops
+        tools, left_out = _tools(as_list(body.get("tools"), "tools"))
+        if tools:
+            chat["tools"] = tools
+            chat |= _tool_choice(as_object(body.get("tool_choice"), "tool_choice"))
+        if kind := as_object(body.get("thinking"), "thinking").get("type"):
+            chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+        chat |= _output(as_object(body.get("output_config"), "output_config"))
+        ignored = (*sorted(set(body) - _READ), *left_out)
+        return Translated(fields=chat, reply=MessageReplies(), ignored=ignored)
 
+    def error(self, envelope: Json, status: int, request_id: str) -> Json:
+        return error_body(envelope["error"]["message"], status, request_id)
 
-def to_chat(body: Mapping[str, Any]) -> ChatBody:
-    """InvalidArgument names the path of what cannot be understood or honoured."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", "must be a list with at least one message")
-    if type(body.get("max_tokens")) is not int:
-        raise _invalid("max_tokens", "must be a whole number")
-    chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
-    chat["messages"] = [*_system(body.get("system")), *_messages(messages)]
-    if stops := body.get("stop_sequences"):
-        chat["stop"] = stops
-    tools, left_out = _tools(body.get("tools") or [])
-    if tools:
-        chat["tools"] = tools
-        chat |= _tool_choice(body.get("tool_choice"))
-    if kind := _inner(body, "thinking").get("type"):
-        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
-    if (form := _inner(_inner(body, "output_config"), "format")) and form.get("type") == "json_schema":
-        chat["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "output", "schema": form.get("schema")},
-        }
-    return ChatBody(chat, (*sorted(set(body) - _READ), *left_out))
+    def error_event(self, envelope: Json, status: int) -> bytes:
+        return event("error", self.error(envelope, status, ""))
 
 
 def _system(raw: Any) -> Iterator[Json]:
-    if raw:
-        yield {"role": "system", "content": _text(raw, "system")}
+    if raw is not None and (text := _text(raw, "system")):
+        yield {"role": "system", "content": text}
 
 
-def _messages(raw: Sequence[Any]) -> Iterator[Json]:
+def _messages(raw: list[Any]) -> Iterator[Json]:
+    if not raw:
+        raise invalid("messages", "must contain at least one message")
     for index, message in enumerate(raw):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise _invalid(where, "must be an object")
+            raise invalid(where, "must be an object")
         role, content = message.get("role"), message.get("content")
         if role == "assistant":
             yield _assistant(content, where)
@@ -84,7 +100,7 @@ def _messages(raw: Sequence[Any]) -> Iterator[Json]:
         elif role == "system":
             yield {"role": "system", "content": _text(content, f"{where}.content")}
         else:
-            raise _invalid(f"{where}.role", f"must be user, assistant or system, got {role!r}")
+            raise invalid(f"{where}.role", f"must be user, assistant or system, got {role!r}")
 
 
 def _user(content: Any, where: str) -> Iterator[Json]:
@@ -98,7 +114,8 @@ def _user(content: Any, where: str) -> Iterator[Json]:
         if block["type"] == "tool_result":
             has_results = True
             result = _text(block.get("content") or "", f"{path}.content")
-            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": result}
+            tool_use_id = as_text(block.get("tool_use_id"), f"{path}.tool_use_id")
+            yield {"role": "tool", "tool_call_id": tool_use_id, "content": result}
         else:
             texts.append(_block_text(block, path))
     if texts or not has_results:
@@ -112,7 +129,7 @@ def _assistant(content: Any, where: str) -> Json:
     for path, block in _blocks(content, f"{where}.content"):
         match block["type"]:
             case "thinking":
-                thoughts.append(str(block.get("thinking", "")))
+                thoughts.append(as_text(block.get("thinking"), f"{path}.thinking"))
             case "redacted_thinking":
                 pass  # encrypted for somebody else
             case "tool_use":
@@ -126,29 +143,27 @@ def _assistant(content: Any, where: str) -> Json:
 
 
 def _call(block: Mapping[str, Any], where: str) -> Json:
-    given = block.get("input", {})
-    if not isinstance(given, Mapping):
-        raise _invalid(f"{where}.input", "must be an object")
+    given = as_object(block.get("input"), f"{where}.input")
     is_raw = set(given) == {_RAW} and isinstance(given[_RAW], str)
     arguments = given[_RAW] if is_raw else json.dumps(given, ensure_ascii=False)
-    function = {"name": block.get("name"), "arguments": arguments}
-    return {"id": str(block.get("id", "")), "type": "function", "function": function}
+    function = {"name": _named(block, where), "arguments": arguments}
+    return {"id": as_text(block.get("id"), f"{where}.id"), "type": "function", "function": function}
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not isinstance(content, list):
-        raise _invalid(where, "must be a string or a list of blocks")
+        raise invalid(where, "must be a string or a list of blocks")
     for index, block in enumerate(content):
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-            raise _invalid(f"{where}[{index}]", "must be a block, an object with a type")
+            raise invalid(f"{where}[{index}]", "must be a block, an object with a type")
         yield f"{where}[{index}]", block
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
     if block["type"] != "text":
-        raise _invalid(f"{where}.type", f"{block['type']!r} is not supported; only text can be read here")
+        raise invalid(f"{where}.type", f"{block['type']!r} is not supported; only text can be read here")
     if not isinstance(block.get("text"), str):
-        raise _invalid(f"{where}.text", "must be a string")
+        raise invalid(f"{where}.text", "must be a string")
     return str(block["text"])
 
 
@@ -159,177 +174,197 @@ def _text(raw: Any, where: str) -> str:
     return "\n".join(_block_text(block, path) for path, block in _blocks(raw, where))
 
 
-def _tools(raw: Any) -> tuple[list[Json], list[str]]:
+def _tools(raw: list[Any]) -> tuple[list[Json], list[str]]:
     """Tools with a schema as functions; tools that Anthropic's servers would run are left out, and named."""
-    if not isinstance(raw, list):
-        raise _invalid("tools", "must be a list")
     tools, left_out = [], []
     for index, tool in enumerate(raw):
+        where = f"tools[{index}]"
         if not isinstance(tool, Mapping):
-            raise _invalid(f"tools[{index}]", "must be an object")
-        if "input_schema" not in tool:
-            left_out.append(f"tools[{index}] ({tool.get('type')})")
+            raise invalid(where, "must be an object")
+        if tool.get("type") not in (None, "custom"):
+            left_out.append(where)
             continue
-        function = {
-            "name": tool.get("name"),
-            "description": tool.get("description"),
-            "parameters": tool["input_schema"],
-        }
-        tools.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
+        function: Json = {"name": _named(tool, where)}
+        if description := as_text(tool.get("description"), f"{where}.description"):
+            function["description"] = description
+        function["parameters"] = as_object(tool.get("input_schema"), f"{where}.input_schema")
+        tools.append({"type": "function", "function": function})
     return tools, left_out
 
 
-def _tool_choice(raw: Any) -> Json:
-    if raw is None:
+def _named(value: Mapping[str, Any], where: str) -> str:
+    if not (name := as_text(value.get("name"), f"{where}.name")):
+        raise invalid(f"{where}.name", "is required")
+    return name
+
+
+def _tool_choice(raw: Mapping[str, Any]) -> Json:
+    if not raw:
         return {}
-    kind = raw.get("type") if isinstance(raw, Mapping) else None
+    kind = raw.get("type")
     if kind not in ("auto", "any", "tool", "none"):
-        raise _invalid("tool_choice.type", f"must be auto, any, tool or none, got {kind!r}")
-    named = {"type": "function", "function": {"name": raw.get("name")}}
-    chosen: Json = {"tool_choice": {"any": "required", "tool": named}.get(kind, kind)}
-    return chosen | ({"parallel_tool_calls": False} if raw.get("disable_parallel_tool_use") else {})
+        raise invalid("tool_choice.type", f"must be auto, any, tool or none, got {kind!r}")
+    choice: Any = {"any": "required"}.get(kind, kind)
+    if kind == "tool":
+        choice = {"type": "function", "function": {"name": _named(raw, "tool_choice")}}
+    return {"tool_choice": choice} | ({"parallel_tool_calls": False} if raw.get("disable_parallel_tool_use") else {})
 
 
-def _inner(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = body.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _invalid(where: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(f"{where} {problem}", param=where)
+def _output(raw: Mapping[str, Any]) -> Json:
+    chat: Json = {}
+    if effort := as_text(raw.get("effort"), "output_config.effort"):
+        chat["reasoning_effort"] = effort
+    if form := as_object(raw.get("format"), "output_config.format"):
+        if form.get("type") != "json_schema":
+            raise invalid("output_config.format.type", f"must be json_schema, got {form.get('type')!r}")
+        schema = as_object(form.get("schema"), "output_config.format.schema")
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    return chat
 
 
 # Replies
 
 
-def error_body(message: str, status: int, request_id: str = "") -> Json:
-    """Anthropic's error envelope."""
+def error_body(message: str, status: int, request_id: str) -> Json:
     kind = _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id or None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageWriter:
-    """Writes one message, whole or as events."""
+@dataclass(frozen=True, slots=True)
+class MessageReplies:
+    def encoder(self, writer: Writer, *, with_usage: bool) -> StreamEncoder:
+        return MessageEvents(writer)
 
-    model: str
-    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
-
-    def whole(self, endings: Sequence[ReplyEnd]) -> Json:
-        (ending,) = endings
-        message = ending.message
+    def whole(self, body: bytes, id: str) -> bytes:
+        reply = Completion.read(body)
+        message = reply.message
         blocks: list[Json] = []
         if thought := message.get("reasoning_content"):
             blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"], "citations": None})
         blocks += [_tool_use(call, parse_input(call)) for call in message.get("tool_calls", ())]
-        return self._message(blocks, _usage(ending.usage)) | _stop(ending)
+        model = msgspec.json.decode(body).get("model")
+        return msgspec.json.encode(_message(id, model, blocks, _usage(reply)) | _stop(reply))
 
-    def started(self) -> Json:
-        return self._message([], {"input_tokens": 0, "output_tokens": 0})
+    def refusal(self, body: bytes, status: int, request_id: str) -> bytes:
+        return msgspec.json.encode(error_body(upstream_message(body), status, request_id))
 
-    def _message(self, content: list[Json], usage: Json) -> Json:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
+
+def _message(id: str, model: Any, content: list[Json], usage: Json) -> Json:
+    return {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
 
 
 class MessageEvents:
-    """The events of one streamed message: blocks open and close as thinking, text and calls come."""
+    """The events of one streamed message: blocks open and close as thinking and text come, and calls come last."""
 
-    def __init__(self, writer: MessageWriter) -> None:
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._num_blocks = 0
         self._open = ""  # the kind of the block that is open
+        self._sent = {"thinking": 0, "text": 0}  # characters
         self._has_begun = False
 
-    def piece(self, piece: ReplyPiece) -> bytes:
-        events = self._begin()
-        if piece.reasoning:
-            events += self._in_block("thinking", {"thinking": "", "signature": ""})
-            events += self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
-        if piece.content:
-            events += self._in_block("text", {"text": "", "citations": None})
-            events += self._delta({"type": "text_delta", "text": piece.content})
-        for call in piece.calls:
-            events += self._close() + self._start(_tool_use(call, {}))
-            text = json.dumps(parse_input(call), ensure_ascii=False)
-            events += self._delta({"type": "input_json_delta", "partial_json": text}) + self._close()
-        return events
+    def encode(self, index: int, item: ReplyPiece | ReplyEnd) -> bytes:
+        if isinstance(item, ReplyEnd):
+            return self._finish(Completion.of(self._writer.whole([item])))
+        return self._text("thinking", item.reasoning) + self._text("text", item.content)
 
-    def end(self, ending: ReplyEnd) -> bytes:
-        delta = {"type": "message_delta", "delta": _stop(ending), "usage": _usage(ending.usage)}
-        return self._begin() + self._close() + _event(delta) + _event({"type": "message_stop"})
+    def whole(self, body: bytes) -> bytes:
+        return self._finish(Completion.read(body))
 
-    @staticmethod
-    def ping() -> bytes:
-        return _event({"type": "ping"})
+    def end(self) -> bytes:
+        return b""
 
-    @staticmethod
-    def error(message: str, status: int) -> bytes:
-        return _event(error_body(message, status))
+    def ping(self) -> bytes:
+        return self._begin() + event("ping", {"type": "ping"})
+
+    def error(self, envelope: Json, status: int) -> bytes:
+        return MessagesDialect().error_event(envelope, status)
+
+    def _finish(self, reply: Completion) -> bytes:
+        """What was not sent yet, the calls, and why the message ends."""
+        message = reply.message
+        events = self._begin() + self._text("thinking", message.get("reasoning_content", "")[self._sent["thinking"] :])
+        events += self._text("text", message["content"][self._sent["text"] :])
+        for call in message.get("tool_calls", ()):
+            given = msgspec.json.encode(parse_input(call)).decode()
+            events += self._start(_tool_use(call, {}))
+            events += self._delta({"type": "input_json_delta", "partial_json": given})
+        delta = {"type": "message_delta", "delta": _stop(reply), "usage": _usage(reply)}
+        return events + self._close() + event("message_delta", delta) + event("message_stop", {"type": "message_stop"})
 
     def _begin(self) -> bytes:
         if self._has_begun:
             return b""
         self._has_begun = True
-        return _event({"type": "message_start", "message": self._writer.started()})
+        started = _message(self._writer.id, self._writer.model, [], {"input_tokens": 0, "output_tokens": 0})
+        return event("message_start", {"type": "message_start", "message": started})
 
-    def _in_block(self, kind: str, empty: Json) -> bytes:
-        return b"" if self._open == kind else self._close() + self._start({"type": kind, **empty})
+    def _text(self, kind: str, text: str) -> bytes:
+        if not text:
+            return b""
+        self._sent[kind] += len(text)
+        empty: Json = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": "", "citations": None}
+        events = self._begin() + (b"" if self._open == kind else self._start({"type": kind, **empty}))
+        return events + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _start(self, block: Json) -> bytes:
+        closed = self._close()
         self._open = block["type"]
         self._num_blocks += 1
-        return _event({"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block})
+        started = {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
+        return closed + event("content_block_start", started)
 
     def _delta(self, delta: Json) -> bytes:
-        return _event({"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta})
+        value = {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
+        return event("content_block_delta", value)
 
     def _close(self) -> bytes:
         if not self._open:
             return b""
         self._open = ""
-        return _event({"type": "content_block_stop", "index": self._num_blocks - 1})
+        return event("content_block_stop", {"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
 def parse_input(call: Mapping[str, Any]) -> Json:
-    """A call's arguments as the object that they spell; where they spell none, an object that holds their text."""
+    """The object that a call's arguments spell; where JSON cannot carry that, an object that holds their text."""
     text = call["function"]["arguments"]
     try:
         value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {_RAW: text}
+        if isinstance(value, dict) and json.loads(msgspec.json.encode(value)) == value:
+            return value
+    except (ValueError, OverflowError, RecursionError):  # text with half a surrogate pair raises a ValueError
+        pass
+    return {_RAW: text}
 
 
 def _tool_use(call: Mapping[str, Any], given: Json) -> Json:
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given}
+    return {"type": "tool_use", "id": call.get("id", ""), "name": call["function"]["name"], "input": given}
 
 
-def _stop(ending: ReplyEnd) -> Json:
-    if isinstance(ending.matched_stop, str) and ending.finish_reason == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": ending.matched_stop}
-    return {"stop_reason": _STOP_REASONS[ending.finish_reason], "stop_sequence": None}
+def _stop(reply: Completion) -> Json:
+    if reply.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
+    is_call = "tool_calls" in reply.message and reply.finish_reason != "length"
+    reason = _STOP_REASONS.get("tool_calls" if is_call else reply.finish_reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(usage: TokenUsage) -> Json:
+def _usage(reply: Completion) -> Json:
     """What was cached is not counted as input."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": max(0, reply.prompt_tokens - reply.cached_tokens),
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": reply.cached_tokens,
+        "output_tokens": reply.completion_tokens,
     }
-
-
-def _event(value: Json) -> bytes:
-    return f"event: {value['type']}\ndata: ".encode() + msgspec.json.encode(value) + b"\n\n"
