@@ -30,9 +30,10 @@ async def test_a_recorded_run_is_on_record_token_by_token(path: Path) -> None:
     turns: list[dict[str, Any]] = recording["turns"]
     async with (
         ScriptedModel(by_plan) as model,
-        relaying(model.url, Chat(qwen3(), ChatConfig(max_rollback=-1, edited_reply="branch")), VOCABULARY) as relay,
+        relaying(model.url, Chat(qwen3(), ChatConfig()), VOCABULARY) as relay,
     ):
-        one = f"/sessions/{await open_session(relay.http)}"
+        session = await open_session(relay.http, history="forest")
+        one = f"/sessions/{session}"
         for _, group in itertools.groupby(turns, lambda turn: turn["group"]):
             replies = await asyncio.gather(*(_send(relay.http, one, turn) for turn in group))
             assert {reply.status_code for reply in replies} == {200}, [reply.text for reply in replies]

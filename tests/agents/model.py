@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,9 +102,16 @@ class ScriptedModel(FakeSGLang):
         return about | {"choices": [choice], "usage": counts | {"total_tokens": len(prompt) + len(ids)}}
 
 
+def text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+
+
 def _call(call: Call, messages: list[Json], at: int) -> Json:
     """The id depends only on what a recording keeps, so that the same recording gets the same ids again."""
-    plans = re.findall(r"[^\n]*\[\[[^\n]*", "\n".join(str(m.get("content")) for m in messages if m["role"] == "user"))
+    plans = [line for m in messages if m["role"] == "user" for line in text_of(m).splitlines() if "[[" in line]
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     key = json.dumps([len(messages), at, plans, function]).encode()
     call_id = f"call_{hashlib.blake2b(key, digest_size=8).hexdigest()}"

@@ -111,7 +111,7 @@ async def run(
         "roots": sum(not turn["parent"] for turn in tree),
         "leaves": _num_leaves(tree),
         "samples": len(samples["samples"]),
-        "edited": sum(bool(turn.get("is_edited") or turn.get("edited")) for turn in tree),
+        "edited": sum(bool(turn.get("edited")) for turn in tree),
         "most_at_once": _most_at_once(door.turns),
         "first_prompt_tokens": len(model.exchanges[0]["input_ids"]) if model.exchanges else 0,
     }

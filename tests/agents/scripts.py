@@ -1,11 +1,11 @@
 """What the scripted model says. The user's prompt has the plan, such as `[[steps 12]]`, so a script needs no state."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.agents.model import Call, Reply
+from tests.agents.model import Call, Reply, text_of
 
 Json = dict[str, Any]
 
@@ -29,13 +29,6 @@ class Plan:
     kind: str
     number: int
     num_done: int
-
-
-def text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
 
 
 def plan_of(messages: Sequence[Json]) -> Plan:
