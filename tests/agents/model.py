@@ -113,7 +113,7 @@ def _call(call: Call, messages: list[Json], at: int) -> Json:
     """The id depends only on what a recording keeps, so that the same recording gets the same ids again."""
     plans = [line for m in messages if m["role"] == "user" for line in text_of(m).splitlines() if "[[" in line]
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    key = json.dumps([len(messages), at, plans, function]).encode()
+    key = json.dumps([len(messages), at, plans, call.name]).encode()
     call_id = f"call_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
     return {"id": call_id, "type": "function", "index": None, "function": function}
 
