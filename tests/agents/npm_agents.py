@@ -39,6 +39,20 @@ def _claude_code(place: Place) -> Sequence[Command]:
     if place.scenario == "compaction":
         env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = "60000"
     base = ["claude", "--dangerously-skip-permissions", "-p"]
+    if place.scenario == "title":  # only an interactive session has one
+        seen = {"hasTrustDialogAccepted": True, "hasCompletedProjectOnboarding": True}
+        known = {
+            "hasCompletedOnboarding": True,
+            "theme": "dark",
+            "bypassPermissionsModeAccepted": True,
+            "customApiKeyResponses": {"approved": [place.key[-20:]], "rejected": []},
+            "projects": {str(place.work): seen},
+        }
+        (place.home / ".claude.json").write_text(json.dumps(known))
+        return [
+            Command(argv=[*base[:-1], prompt], env=env | {"TERM": "xterm"}, says=FINAL, typed=["/exit"])
+            for prompt in prompts_for(place)
+        ]
     return [
         Command(argv=[*base, prompt, *(["--continue"] if at else [])], env=env, says=FINAL)
         for at, prompt in enumerate(prompts_for(place))
