@@ -53,12 +53,10 @@ def _chat_routes(
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
-    as_sglang = config.compat == "miles"
+    rules: dict[str, bool] = {"as_sglang": config.compat == "miles", "may_ignore": config.unknown_fields == "ignore"}
     replies = StatelessReplies(runtime, setup.admission)
-    openai = OpenAIRoutes(
-        setup.chat, runtime.model, replies, setup.grammars, as_sglang=as_sglang, stall_s=config.stream_stall_s
-    )
-    sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, as_sglang=as_sglang)
+    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, stall_s=config.stream_stall_s, **rules)
+    sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, **rules)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)
 

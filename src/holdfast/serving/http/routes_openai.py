@@ -29,10 +29,12 @@ class OpenAIRoutes:
         grammars: GrammarQueue,
         *,
         as_sglang: bool = False,
+        may_ignore: bool = True,
         stall_s: float = 0.0,
     ) -> None:
         self._chat = chat
         self._as_sglang = as_sglang
+        self._may_ignore = may_ignore
         self._grammars = grammars
         self._model = model
         self._replies = replies
@@ -41,7 +43,8 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         raw = await request.body()
-        body, fields = await decode_chat(raw, ChatCompletion)
+        decoded = await decode_chat(raw, ChatCompletion, may_ignore=self._may_ignore)
+        body, fields = decoded.body, decoded.fields
         chat, model = self._chat, self._model
         chat_body = await chat_request(
             body,
@@ -88,7 +91,7 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request) -> Response:
         raw = await request.body()
-        body, _ = await decode_chat(raw, Completion)
+        body = (await decode_chat(raw, Completion, may_ignore=self._may_ignore)).body
         chat, model = self._chat, self._model
         stateless = StatelessRequest(
             prompts=await run_off_loop(partial(prompts, body, chat, model), len(raw)),

@@ -28,10 +28,18 @@ from holdfast.sessions.view import SessionState, page_of, page_start
 
 class SessionRoutes:
     """`upstream`: the server that generates, if it is not our engine. It knows more request fields than we do.
-    `as_sglang`: tools are rendered in SGLang's field order."""
+    `as_sglang`: tools are rendered in SGLang's field order. `may_ignore`: unknown fields are ignored, not refused."""
 
-    def __init__(self, chats: ChatService, *, upstream: ChatUpstream | None = None, as_sglang: bool = False) -> None:
+    def __init__(
+        self,
+        chats: ChatService,
+        *,
+        upstream: ChatUpstream | None = None,
+        as_sglang: bool = False,
+        may_ignore: bool = True,
+    ) -> None:
         self._as_sglang = as_sglang
+        self._may_ignore = may_ignore
         self._chats = chats
         self._runtime = chats.setup.runtime
         self._upstream = upstream
@@ -105,7 +113,10 @@ class SessionRoutes:
     async def _turn_request(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, TurnRequest]:
         chat, model = self._chats.setup.chat, self._runtime.model
         kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
-        body, fields = await decode_chat(raw, kind)
+        decoded = await decode_chat(raw, kind, may_ignore=self._may_ignore)
+        if self._upstream:
+            decoded = decoded.without(self._upstream.left_out(decoded.fields, may_ignore=self._may_ignore))
+        body, fields = decoded.body, decoded.fields
         if body.n not in (None, 1):
             raise InvalidArgument("n must be 1 on a session; fork the session to get several replies", param="n")
         if body.input_ids is not None:
@@ -123,8 +134,6 @@ class SessionRoutes:
                 as_sglang=self._as_sglang,
             )
         else:
-            assert self._upstream is not None
-            self._upstream.check_fields(fields)
             relayed = partial(relayed_request, body, chat, fields=fields, num_bytes=len(raw))
             chat_body = await run_off_loop(partial(relayed, as_sglang=self._as_sglang), len(raw))
         writer = ChatWriter(
