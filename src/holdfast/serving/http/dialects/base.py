@@ -3,6 +3,7 @@
 Knows JSON values and replies, nothing of sessions.
 """
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -179,6 +180,17 @@ def as_text(value: Any, where: str) -> str:
 
 def invalid(where: str, problem: str) -> InvalidArgument:
     return InvalidArgument(f"{where} {problem}", param=where)
+
+
+def in_own_names(envelope: Json, names: Mapping[str, str]) -> Json:
+    """An error whose field is named as this API has it. `names`: how paths begin in chat completions, and here."""
+    error = envelope["error"]
+    path = error.get("param") or ""
+    for theirs, own in {**names, r"(tools\[\d+\])\.function": r"\1", r"(tool_choice)\.function": r"\1"}.items():
+        renamed = re.sub(rf"^{theirs}(?=[.\[]|$)", own, path)
+        if renamed != path:
+            return {"error": error | {"message": error["message"].replace(path, renamed, 1), "param": renamed}}
+    return envelope
 
 
 def event(kind: str, value: Json) -> bytes:
