@@ -76,6 +76,7 @@ class Dialect(Protocol):
     """One API. `with_matched_stop`: its replies name the stop string, so the chat completion must too."""
 
     name: str
+    names: Mapping[str, str]  # of fields, as patterns: how their paths begin in chat completions, and here
     id_prefix: str
     with_matched_stop: bool
 
@@ -182,15 +183,20 @@ def invalid(where: str, problem: str) -> InvalidArgument:
     return InvalidArgument(f"{where} {problem}", param=where)
 
 
-def in_own_names(envelope: Json, names: Mapping[str, str]) -> Json:
-    """An error whose field is named as this API has it. `names`: how paths begin in chat completions, and here."""
-    error = envelope["error"]
-    path = error.get("param") or ""
+def own_path(path: str, names: Mapping[str, str]) -> str:
+    """The path of a field as this API has it. `names`: how paths begin in chat completions, and here."""
     for theirs, own in {**names, r"(tools\[\d+\])\.function": r"\1", r"(tool_choice)\.function": r"\1"}.items():
-        renamed = re.sub(rf"^{theirs}(?=[.\[]|$)", own, path)
-        if renamed != path:
-            return {"error": error | {"message": error["message"].replace(path, renamed, 1), "param": renamed}}
-    return envelope
+        path = re.sub(rf"^{theirs}(?=[.\[]|$)", own, path)
+    return path
+
+
+def in_own_names(envelope: Json, names: Mapping[str, str]) -> Json:
+    """An error whose field is named as this API has it."""
+    error, path = envelope["error"], envelope["error"].get("param") or ""
+    own = own_path(path, names)
+    if own == path:
+        return envelope
+    return {"error": error | {"message": error["message"].replace(path, own, 1), "param": own}}
 
 
 def event(kind: str, value: Json) -> bytes:

@@ -41,7 +41,7 @@ from holdfast.serving.http.render import Writer
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"}
 _RAW = "_raw_arguments"  # holds the arguments of a call that spell no JSON object
-_NAMES = {
+_NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
     r"response_format(\.json_schema)?": "output_config.format",
     "reasoning_effort": "output_config.effort",
@@ -60,6 +60,7 @@ _ERROR_TYPES = {
 
 class MessagesDialect:
     name = "messages"
+    names = _NAMES
     id_prefix = "msg_"
     with_matched_stop = True
 

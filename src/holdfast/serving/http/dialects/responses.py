@@ -54,7 +54,7 @@ _REPEATED = ("instructions", "max_output_tokens", "metadata", "temperature", "to
              "reasoning", "text", "user", "prompt_cache_key", "safety_identifier", "service_tier", "store",
              "previous_response_id")  # fmt: skip
 _READ = {*_SAME, *_REPEATED, "input", "tools", "tool_choice", "stream_options", "include", "conversation", "background"}
-_NAMES = {
+_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     r"response_format(\.json_schema)?": "text.format",
     "reasoning_effort": "reasoning.effort",
@@ -87,6 +87,7 @@ class ToolName(NamedTuple):
 
 class ResponsesDialect:
     name = "responses"
+    names = _NAMES
     id_prefix = "resp_"
     with_matched_stop = False
 
