@@ -1,7 +1,7 @@
 """A request for a chat in any dialect, as a chat completion request by type: what both kinds of routes begin with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +12,7 @@ from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.dialects import CHAT
-from holdfast.serving.http.dialects.base import Dialect, Translated, new_id
+from holdfast.serving.http.dialects.base import Dialect, Translated, new_id, own_path
 from holdfast.serving.http.parse import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.schema import ChatCompletion, RelayedChat
@@ -32,13 +32,17 @@ class ChatCall(Generic[T]):
     dialect: Dialect
     raw: bytes
 
+    def without(self, names: Sequence[str]) -> "ChatCall[T]":
+        """The same, with these fields ignored too."""
+        return replace(self, decoded=self.decoded.without(names))
+
     @property
     def body(self) -> T:
         return self.decoded.body
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return (*self.translated.ignored, *self.decoded.ignored)
+        return (*self.translated.ignored, *(own_path(path, self.dialect.names) for path in self.decoded.ignored))
 
     @property
     def new_messages(self) -> list[Message]:
