@@ -35,20 +35,28 @@ class Cache:
         base = Tree.common(self.node, node)
         recomputed = 0
         if length > base.end:
-            is_limited = is_limited and not self.needs_rewind
-            recomputed = (await claim.rewind(base.end, is_limited=is_limited)).recomputed_tokens
-        self.node, self.needs_rewind = base, False
+            before = self.node, self.needs_rewind
+            self.node, self.needs_rewind = base, True  # which is true at every moment of the rewind
+            try:
+                is_limited = is_limited and not before[1]
+                recomputed = (await claim.rewind(base.end, is_limited=is_limited)).recomputed_tokens
+            except HoldfastError:
+                if claim.history_length == length:
+                    self.node, self.needs_rewind = before
+                raise
+        self.advance(base)
         return base, recomputed
 
     async def rollback(self, claim: Claim) -> None:
         """Rewind what a turn that was not committed has left in the backend."""
         if self.needs_rewind:
+            await claim.settled()
             if claim.history_length > self.node.end:
                 await claim.rewind(self.node.end, is_limited=False)
             self.needs_rewind = False
 
     def advance(self, node: Node) -> None:
-        """The backend's history is at the end of `node`, which is on record now."""
+        """The backend's history is at the end of `node` now."""
         self.node, self.needs_rewind = node, False
 
 
