@@ -187,7 +187,9 @@ async def test_a_forest_comes_back_after_a_restart_and_every_conversation_goes_o
         again = await client.post(chat_path(session), json=said(*red, "More"))
         assert again.json()["choices"][0]["message"]["content"] == red_next
         assert again.headers["holdfast-branched"] == "1"
-        blue_next = await take_turn(client, session, said(*blue, "More"))
+        reply = (await client.post(chat_path(session), json=said(*blue, "More"))).json()
+        assert reply["usage"]["holdfast"]["prefilled_tokens"] < 20  # its cache was saved at the shutdown
+        blue_next = reply["choices"][0]["message"]["content"]
         assert [node["parent"] for node in (await shown(client, session))["metadata"]["tree"]] == [0, 0, 1, 1, 2]
         fork = (await client.post(f"/sessions/{session}/fork")).json()["session_id"]
         assert (await shown(client, fork))["history"] == "forest"
