@@ -13,7 +13,15 @@ from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import ModelNotFound
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, checked_ids, decode_chat, prompts, sampling_params, stop_strings
+from holdfast.serving.http.parse import (
+    chat_request,
+    checked_ids,
+    decode_chat,
+    prompts,
+    sampling_params,
+    stop_strings,
+    unread_fields,
+)
 from holdfast.serving.http.render import ChatWriter, TextWriter
 from holdfast.serving.http.response import compiled_for, reply_response
 from holdfast.serving.http.schema import ChatCompletion, Completion
@@ -39,11 +47,12 @@ class OpenAIRoutes:
         self._model = model
         self._replies = replies
         self._stall_s = stall_s
+        self._unread = unread_fields(chat)
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
         raw = await request.body()
-        decoded = await decode_chat(raw, ChatCompletion, may_ignore=self._may_ignore)
+        decoded = await decode_chat(raw, ChatCompletion, may_ignore=self._may_ignore, unread=self._unread)
         body, fields = decoded.body, decoded.fields
         chat, model = self._chat, self._model
         chat_body = await chat_request(

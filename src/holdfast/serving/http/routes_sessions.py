@@ -17,7 +17,7 @@ from holdfast.chats.service import ChatService
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, decode, decode_chat, relayed_request
+from holdfast.serving.http.parse import chat_request, decode, decode_chat, relayed_request, unread_fields
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.response import TurnResponder, compiled_for, unless_disconnected
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
@@ -43,6 +43,7 @@ class SessionRoutes:
         self._chats = chats
         self._runtime = chats.setup.runtime
         self._upstream = upstream
+        self._unread = frozenset() if upstream else unread_fields(chats.setup.chat)
 
     async def create(self, request: Request) -> Response:
         body = decode(await request.body(), NewSession, may_be_empty=True)
@@ -113,7 +114,7 @@ class SessionRoutes:
     async def _turn_request(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, TurnRequest]:
         chat, model = self._chats.setup.chat, self._runtime.model
         kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
-        decoded = await decode_chat(raw, kind, may_ignore=self._may_ignore)
+        decoded = await decode_chat(raw, kind, may_ignore=self._may_ignore, unread=self._unread)
         if self._upstream:
             decoded = decoded.without(self._upstream.left_out(decoded.fields, may_ignore=self._may_ignore))
         body, fields = decoded.body, decoded.fields
