@@ -141,6 +141,17 @@ class ChatConfig:
         "normal",
         "how resent messages are compared: normal, strict, loose_tool_call, role_content_only or a dotted path",
     )
+    history: str = option(
+        "strict",
+        "what a new session is, unless its client says: strict, one conversation, in which a request that does not "
+        "continue it is refused; or forest, many conversations that begin, branch and run side by side",
+        choices=("strict", "forest"),
+    )
+    max_conversations: int = option(
+        8,
+        "conversations of one forest session that keep a cache on the embedded engine; others are computed again",
+        least=1,
+    )
     max_rollback: int = option(1, "sampled turns that a retry may leave behind; -1: any number", least=-1)
     edited_reply: str = option(
         "reject", "what happens if a sampled reply is resent with changes", choices=("reject", "branch")

@@ -53,6 +53,7 @@ class SessionRoutes:
             label=body.label or "",
             metadata=body.metadata,
             pin_tokens=body.pin_tokens,
+            is_forest=None if body.history is None else body.history == "forest",
         )
         return JSONResponse({"session_id": view.session_id})
 
