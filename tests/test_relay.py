@@ -598,6 +598,23 @@ async def test_stateless_requests_reach_the_upstream_within_its_context_and_refu
         assert (refused.status_code, error_of(refused)["param"]) == (400, "response_format")
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_max_tokens_beyond_the_context_is_lowered_to_what_the_prompt_leaves(name: str) -> None:
+    async with chatting(context=60) as (relay, upstream):
+        session, body = await open_session(relay.http), {"messages": said("Hi")["messages"], "seed": 1}
+        for asked in (32_000, 5):
+            upstream.requests.clear()
+            assert (await relay.http.post(chat_path(session), json=body | {name: asked})).status_code == 200
+            (sent,) = chats_of(upstream)
+            assert sent[name] == min(asked, 60 - len(sent["input_ids"]))
+        asked_for = {"format": "json", "branch": "all"}
+        samples = (await relay.http.post(f"/sessions/{session}/samples", json=asked_for)).json()["samples"]
+        assert samples[0]["turns"][0]["sampling"][name] == 60 - len(sent["input_ids"])
+        stateless = await relay.http.post("/v1/chat/completions", json=body | {name: 32_000})
+        assert stateless.status_code == 200
+        assert stateless.json()["usage"]["total_tokens"] <= 60
+
+
 async def test_whatever_the_client_calls_the_model_the_upstream_hears_its_own_name() -> None:
     async with chatting() as (relay, upstream):
         session = await open_session(relay.http)

@@ -66,12 +66,14 @@ class ChatCall(Generic[T]):
         )
 
 
-async def read_chat(request: Request, kind: type[T], earlier: Earlier, *, may_ignore: bool) -> ChatCall[T]:
-    """The request's body. InvalidArgument names the field that is wrong as its dialect does."""
+async def read_chat(
+    request: Request, kind: type[T], earlier: Earlier, *, may_ignore: bool, unread: frozenset[str]
+) -> ChatCall[T]:
+    """The request's body. `unread`: known fields that have no effect on this model."""
     dialect: Dialect = request.scope["holdfast.dialect"]
     raw = await request.body()
     if dialect is CHAT:  # nothing to translate: decoded once
-        decoded = await decode_chat(raw, kind, may_ignore=may_ignore)
+        decoded = await decode_chat(raw, kind, may_ignore=may_ignore, unread=unread)
         return ChatCall(decoded=decoded, translated=dialect.translate(decoded.fields), dialect=dialect, raw=raw)
     fields = (await decode_chat(raw, dict[str, Any], may_ignore=False)).fields
     translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
@@ -81,7 +83,7 @@ async def read_chat(request: Request, kind: type[T], earlier: Earlier, *, may_ig
     first = [translated.instructions] if translated.instructions else []
     messages = [*first, *earlier(translated), *translated.fields["messages"]]
     convert = partial(convert_chat, translated.fields | {"messages": messages}, kind, may_ignore=may_ignore)
-    decoded = await run_off_loop(partial(convert, num_bytes=len(raw)), len(raw))
+    decoded = await run_off_loop(partial(convert, unread=unread, num_bytes=len(raw)), len(raw))
     return ChatCall(decoded=decoded, translated=translated, dialect=dialect, raw=raw)
 
 
