@@ -57,7 +57,7 @@ class Agent:
     name: str
     kind: Literal["npm", "pip"]
     packages: Sequence[str]
-    dialect: Literal["chat", "messages", "responses"]
+    dialect: str
     scenarios: Sequence[str]
     commands: Callable[[Place], Sequence[Command]]
     script: Script = by_plan
