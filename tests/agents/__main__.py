@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the result to a file, one line each")
     parser.add_argument("--history", choices=["strict", "forest"], default="forest", help="kind of the session")
     parser.add_argument("--slow-s", type=int, default=150, metavar="S", help="seconds of the slow reply")
+    parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="a further one of the server")
     parser.add_argument("agent", nargs="?", metavar="AGENT", help="an agent, or `install`")
     parser.add_argument("what", nargs="*", metavar="SCENARIO", help="scenarios (all of them if none is given)")
     arguments = parser.parse_args()
@@ -36,7 +37,14 @@ def main() -> int:
     for scenario in arguments.what or agent.scenarios:
         print(f"== {agent.name} {scenario}", flush=True)
         result = asyncio.run(
-            run(agent, scenario, history=arguments.history, slow_s=arguments.slow_s, record=arguments.record)
+            run(
+                agent,
+                scenario,
+                history=arguments.history,
+                slow_s=arguments.slow_s,
+                options=arguments.serve,
+                record=arguments.record,
+            )
         )
         print(json.dumps(result), flush=True)
         if arguments.json:

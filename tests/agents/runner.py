@@ -23,6 +23,7 @@ from tests.agents.door import Door
 from tests.agents.model import ScriptedModel, model_folder
 
 REPOSITORY = Path(__file__).parents[2]
+_LEAST_LEAVES = {"subagents": 3, "compaction": 2}
 _HOLDFAST = [sys.executable, "-m", "holdfast.cli"]
 
 
@@ -45,8 +46,19 @@ _ERROR = re.compile(
 )
 
 
-async def run(agent: Agent, scenario: str, *, history: str, slow_s: int, record: Path | None = None) -> dict[str, Any]:
-    """Runs it, prints a line for each check, and returns the result as JSON. Files stay in the run's folder."""
+async def run(
+    agent: Agent,
+    scenario: str,
+    *,
+    history: str,
+    slow_s: int,
+    options: Sequence[str] = (),
+    record: Path | None = None,
+) -> dict[str, Any]:
+    """Runs it, prints a line for each check, and returns the result as JSON. Files stay in the run's folder.
+
+    `options` are further ones of `holdfast serve`.
+    """
     folder = agents_folder() / "runs" / f"{agent.name}-{scenario}"
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("home", "work", "data"):
@@ -54,7 +66,7 @@ async def run(agent: Agent, scenario: str, *, history: str, slow_s: int, record:
     started = time.time()
     async with (
         ScriptedModel(agent.script, folder / "model.jsonl") as model,
-        _server(model.url, folder) as server,
+        _server(["--upstream", model.url, *options], folder) as server,
         Door(server, folder / "door.jsonl") as door,
         aiohttp.ClientSession() as client,
     ):
@@ -81,6 +93,7 @@ async def run(agent: Agent, scenario: str, *, history: str, slow_s: int, record:
         _same_samples(model, samples),
         _verified(folder / "samples.json"),
         _no_errors(state),
+        _branched(scenario, state),
     ]
     for check in checks:
         print(f"{'ok  ' if check.is_ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
@@ -97,7 +110,7 @@ async def run(agent: Agent, scenario: str, *, history: str, slow_s: int, record:
         "requests": len(door.turns),
         "turns": len(tree),
         "roots": sum(not turn["parent"] for turn in tree),
-        "leaves": len({turn["turn"] for turn in tree} - {turn["parent"] for turn in tree}),
+        "leaves": _num_leaves(tree),
         "samples": len(samples["samples"]),
         "edited": sum(bool(turn.get("is_edited") or turn.get("edited")) for turn in tree),
         "most_at_once": _most_at_once(door.turns),
@@ -106,9 +119,9 @@ async def run(agent: Agent, scenario: str, *, history: str, slow_s: int, record:
 
 
 @asynccontextmanager
-async def _server(upstream: str, folder: Path) -> AsyncIterator[str]:
+async def _server(options: Sequence[str], folder: Path) -> AsyncIterator[str]:
     """The URL of `holdfast serve` in a process of its own, for as long as the context lasts."""
-    options = ["--backend", "sglang", "--upstream", upstream, "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+    options = ["--backend", "sglang", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", *options]
     process = await asyncio.create_subprocess_exec(
         *_HOLDFAST,
         *("serve", str(model_folder(folder / "qwen3")), *options, "--data-dir", str(folder / "data")),
@@ -271,6 +284,16 @@ def _no_errors(state: Any) -> Check:
         if (at := _ERROR.search(text))
     ]
     return Check("no error text in a trajectory", not found, "; ".join(found[:3]))
+
+
+def _branched(scenario: str, state: Any) -> Check:
+    """The scenario did happen: subagents are conversations of their own, and a compaction begins another one."""
+    wanted, found = _LEAST_LEAVES.get(scenario, 1), _num_leaves(state["metadata"]["tree"])
+    return Check("the tree has the branches of the scenario", found >= wanted, f"{found}, expected {wanted} or more")
+
+
+def _num_leaves(tree: Sequence[dict[str, Any]]) -> int:
+    return len({turn["turn"] for turn in tree} - {turn["parent"] for turn in tree})
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -54,7 +54,7 @@ def by_plan(messages: list[Json], tools: list[Json]) -> Reply:
         return Reply(content=f"<summary>The user asked for steps, and some are done. What is left: {rest}</summary>")
     if not tools:
         return helper_reply(messages)
-    return _step(plan, tools)
+    return _subagents(plan, messages, tools) if plan.kind == "subagents" else _step(plan, tools)
 
 
 def is_summary(messages: Sequence[Json]) -> bool:
@@ -73,8 +73,6 @@ def helper_reply(messages: Sequence[Json]) -> Reply:
 
 def _step(plan: Plan, tools: Sequence[Json]) -> Reply:
     at, shell = plan.num_done, find_tool(tools, _SHELL)
-    if plan.kind == "subagents":
-        return _subagents(plan, tools)
     commands = _commands(plan) if shell else []
     reasoning = f"Step {at} is next." if at % 2 == 0 else ""
     if not shell or not commands:
@@ -95,7 +93,8 @@ def _commands(plan: Plan) -> list[str]:
     return []
 
 
-def _subagents(plan: Plan, tools: Sequence[Json]) -> Reply:
+def _subagents(plan: Plan, messages: Sequence[Json], tools: Sequence[Json]) -> Reply:
+    """Starts them all at once; where they run in the background, waits for one after the other."""
     tool, wait = find_tool(tools, _SUBAGENT), find_tool(tools, _WAIT)
     if tool is None:
         return Reply(content=FINAL)
@@ -108,15 +107,16 @@ def _subagents(plan: Plan, tools: Sequence[Json]) -> Reply:
                     description=f"Count part {n}",
                     prompt=f"Do your part {n}. [[steps 2]]",
                     message=f"Do your part {n}. [[steps 2]]",
-                    subagent_type=_first_enum(tool, "subagent_type") or "general-purpose",
+                    subagent_type=_kind_of_subagent(tool),
                     task_name=f"part_{n}",
                     run_in_background=False,
                 )
                 for n in range(plan.number)
             ],
         )
-    if wait is not None and plan.num_done <= 2:
-        return Reply(calls=[arguments_for(wait, timeout_ms=60_000)])
+    if wait is not None and plan.num_done <= plan.number:
+        started = re.findall(r'"agent_id": ?"([^"]+)"', "\n".join(map(text_of, messages)))
+        return Reply(calls=[arguments_for(wait, timeout_ms=60_000, targets=[started[plan.num_done - 1]])])
     return Reply(content=FINAL)
 
 
@@ -148,6 +148,5 @@ def _filler(schema: Json) -> Any:
     return {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}.get(str(kind), "x")
 
 
-def _first_enum(tool: Json, name: str) -> str | None:
-    values = tool["parameters"]["properties"].get(name, {}).get("enum")
-    return values[0] if values else None
+def _kind_of_subagent(tool: Json) -> str:
+    return "general-purpose" if "general-purpose" in str(tool) else "general"
