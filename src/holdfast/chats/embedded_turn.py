@@ -9,21 +9,23 @@ import msgspec
 from holdfast.chat.reply import AssistantReply, ReplyEnd, ReplyPiece, TokenUsage
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatTurn, TurnResult, check_fits, kept_request, run_off_loop
+from holdfast.sessions.operations import Claim
 from holdfast.sessions.record import TurnFacts
 
 
 async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResult, None]:
     """The reply as it is sampled, then what is to be recorded."""
-    setup, claim, trajectory, prepared = turn.setup, turn.claim, turn.trajectory, turn.prepared
+    setup, trajectory, prepared = turn.setup, turn.trajectory, turn.prepared
     request, prompt, parent = turn.request.request, prepared.prompt, prepared.parent
     check_fits(len(prompt.ids), setup.runtime.model, may_truncate=request.may_truncate)
+    cache, claim = await turn.cache()
     started_at, version, params = time.time(), setup.weight_version, claim.bounded(request.params)
-    base, recomputed = await trajectory.sync_to(claim, parent)
+    base, recomputed = await cache.sync_to(claim, parent, is_limited=not trajectory.is_forest)
     if base is trajectory.tree.root:
-        await _pin(turn)
+        await _pin(turn, claim)
     is_reasoning = prompt.is_reasoning and request.params.constraint is None
     reply = setup.chat.reply(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning)
-    trajectory.needs_rewind = True  # from here on the backend holds more than is recorded
+    cache.needs_rewind = True  # from here on the backend holds more than is recorded
     async with contextlib.aclosing(claim.generate(params, parent.ids(since=base) + prompt.ids)) as batches:
         async for batch in batches:
             for piece in reply.take(batch):
@@ -31,7 +33,7 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
             if reply.is_stopped:
                 break
     yield reply.finish()
-    ending = ReplyEnd.of(reply, _usage(turn, reply, base, recomputed), request.params.seed)
+    ending = ReplyEnd.of(reply, _usage(turn, claim, reply, base, recomputed), request.params.seed)
     facts = TurnFacts(
         sampling=params.as_record(),
         logprob_kind="raw",
@@ -52,7 +54,7 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
     )
 
 
-async def _pin(turn: ChatTurn) -> None:
+async def _pin(turn: ChatTurn, claim: Claim) -> None:
     """Keep system prompt and tools in view for ever, unless the client chose itself what to pin."""
     if turn.trajectory.pin_tokens is not None:
         return
@@ -62,17 +64,17 @@ async def _pin(turn: ChatTurn) -> None:
         lambda: continuation.pinned(request.messages, model.max_pin, request.tools, request.variables),
         request.num_bytes,
     )
-    await turn.claim.pin(runtime.checked_pin(max(model.sink, pinned)))
+    await claim.pin(runtime.checked_pin(max(model.sink, pinned)))
 
 
-def _usage(turn: ChatTurn, reply: AssistantReply, base: Node, recomputed: int) -> TokenUsage:
+def _usage(turn: ChatTurn, claim: Claim, reply: AssistantReply, base: Node, recomputed: int) -> TokenUsage:
     parent = turn.prepared.parent
     prompt_tokens = parent.end + len(turn.prepared.prompt.ids)
     return TokenUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=len(reply.tokens),
         prefilled_tokens=prompt_tokens - base.end + bool(base.end),  # the last token there was still pending
-        dropped_tokens=turn.claim.session.num_dropped(turn.setup.runtime.model.recent),
+        dropped_tokens=claim.session.num_dropped(turn.setup.runtime.model.recent),
         recomputed_tokens=recomputed + parent.end - base.end,
         reasoning_tokens=reply.num_reasoning,
     )

@@ -62,11 +62,17 @@ class TurnResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """A request for a turn, the writer of its reply, and the key that tells it from other requests."""
+    """A request for a turn, the writer of its reply, and the key that tells it from other requests.
+
+    `agent`: the client's own ids of its session, thread or agent. `response_id`: by which it can ask for the reply
+    again. Both are recorded.
+    """
 
     request: ChatRequest
     writer: ReplyWriter
     key: IdempotencyKey
+    agent: Mapping[str, str] = field(default_factory=dict)
+    response_id: str = ""
 
 
 TurnEvent = TurnStarted | ReplyPiece | ReplyEnd | TurnResponse

@@ -1,5 +1,6 @@
 """All chat sessions of a server: create, take turns, fork, reward, export, close."""
 
+import asyncio
 import hashlib
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -13,7 +14,7 @@ from holdfast.chat.template import RESERVED
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.sample import Export
-from holdfast.chats.trajectory import Trajectory
+from holdfast.chats.trajectory import NAME, Trajectory
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
 from holdfast.errors import HoldfastError, InvalidArgument, Paused, SessionFileRefused
@@ -30,9 +31,16 @@ class Trajectories:
 
     def __init__(self) -> None:
         self._by_id: dict[str, Trajectory] = {}
+        self._names: dict[tuple[str, str], str] = {}  # owner and name -> session id
 
     def add(self, trajectory: Trajectory) -> None:
         self._by_id[trajectory.session_id] = trajectory
+        if trajectory.name:
+            self._names.setdefault((trajectory.owner, trajectory.name), trajectory.session_id)
+
+    def named(self, owner: str, name: str) -> str | None:
+        """The id of the owner's session of that name."""
+        return self._names.get((owner, name))
 
     def get(self, session_id: str) -> Trajectory | None:
         return self._by_id.get(session_id)
@@ -43,12 +51,16 @@ class Trajectories:
         A turn in flight still reads the tree; it finds out by itself that the session was closed.
         """
         trajectory = self._by_id.pop(session_id, None)
-        if trajectory is not None and trajectory.turn is None:
+        if trajectory is None:
+            return
+        if self.named(trajectory.owner, trajectory.name) == session_id:
+            del self._names[trajectory.owner, trajectory.name]
+        if not trajectory.turns:
             for node in (trajectory.tree.root, *trajectory.tree.nodes):
                 node.children.clear()
 
     def in_flight(self) -> list[ChatTurn]:
-        return [trajectory.turn for trajectory in self._by_id.values() if trajectory.turn is not None]
+        return [turn for trajectory in self._by_id.values() for turn in trajectory.turns]
 
 
 class ChatService:
@@ -58,6 +70,7 @@ class ChatService:
         self.setup = setup
         self._runtime = setup.runtime
         self._trajectories = trajectories
+        self._naming: dict[tuple[str, str], asyncio.Task[str]] = {}
         self.template_hash = hashlib.blake2b(setup.chat.template.source.encode(), digest_size=16).hexdigest()
 
     def restore(self, stored: StoredSession) -> None:
@@ -72,12 +85,15 @@ class ChatService:
         label: str = "",
         metadata: Mapping[str, str] | None = None,
         pin_tokens: int | None = None,
+        is_forest: bool | None = None,
     ) -> SessionView:
+        """A new chat session. `is_forest`: it may hold many conversations; None: as the server's settings say."""
+        is_forest = self.setup.is_forest if is_forest is None else is_forest
         view = await self._runtime.create(
             owner,
             label=label,
             group=group,
-            kind="chat",
+            kind="forest" if is_forest else "chat",
             metadata=metadata,
             pin_tokens=pin_tokens,
             eos_token_ids=sorted(self.setup.chat.continuation.stop_token_ids),
@@ -86,12 +102,31 @@ class ChatService:
             Trajectory(
                 session_id=view.session_id,
                 owner=owner,
+                is_forest=is_forest,
+                name=view.metadata.get(NAME, ""),
                 group=group,
                 pin_tokens=pin_tokens,
                 created_at=view.created_at,
             )
         )
         return view
+
+    async def named(self, owner: str, name: str) -> str:
+        """The id of the owner's session of that name; a forest that is created when it is asked for first."""
+        key = (owner, name)
+        if (found := self._trajectories.named(owner, name)) is not None:
+            return found
+        if key not in self._naming:  # of several who ask at once, one creates it
+
+            async def create() -> str:
+                try:
+                    view = await self.create(owner, label=name, metadata={NAME: name}, is_forest=True)
+                    return view.session_id
+                finally:
+                    del self._naming[key]
+
+            self._naming[key] = asyncio.ensure_future(create())
+        return await asyncio.shield(self._naming[key])
 
     def get(self, session_id: str, owner: str) -> Trajectory:
         """The trajectory of the owner's chat session."""
@@ -109,16 +144,17 @@ class ChatService:
         If the generator is closed early, nothing of the turn is recorded, unless someone else listens too.
         """
         trajectory = self.get(session_id, owner)
-        turn = trajectory.turn
-        if turn is None and request.key.repeats(trajectory.last_key):
-            return self._replay(trajectory)
-        if turn is None or not turn.events.is_running or not request.key.repeats(turn.request.key):
-            turn = ChatTurn(self.setup, trajectory, request)
-            turn.start()
+        for turn in trajectory.turns:
+            if turn.events.is_running and request.key.repeats(turn.request.key):
+                return turn.events.listen()
+        if (trajectory.is_forest or not trajectory.turns) and (node := trajectory.repeated(request.key)):
+            return self._replay(trajectory, node)
+        turn = ChatTurn(self.setup, trajectory, request)
+        turn.start()
         return turn.events.listen()
 
-    async def _replay(self, trajectory: Trajectory) -> AsyncGenerator[TurnEvent, None]:
-        turn, last = trajectory.tree.tip.turn, trajectory.last_response
+    async def _replay(self, trajectory: Trajectory, node: Node) -> AsyncGenerator[TurnEvent, None]:
+        turn, last = node.turn, trajectory.last_responses.get(node.number)
         if last is not None and last.body:
             body = last.body
         else:
@@ -130,18 +166,19 @@ class ChatService:
         """A new session with the same past; the two go their own ways from here."""
         source = self.get(session_id, owner)
         async with self._runtime.claim(session_id, owner) as claim:
-            await source.rollback(claim)
+            await source.cache.rollback(claim)
             tip = source.tree.tip
             view = await self._runtime.fork_chat(claim, [node.number for node in tip.path()], label=label)
             fork = Trajectory(
                 session_id=view.session_id,
                 owner=owner,
+                is_forest=source.is_forest,
                 group=source.group,
                 pin_tokens=source.pin_tokens,
                 tree=source.tree.copy(tip),
                 created_at=view.created_at,
             )
-            fork.synced_node = fork.tree.tip.ancestor(source.tree.common(tip, source.synced_node).depth)
+            fork.cache.node = fork.tree.tip.ancestor(source.tree.common(tip, source.cache.node).depth)
             self._trajectories.add(fork)
         return view
 
@@ -217,6 +254,7 @@ class ChatService:
             label=view.label,
             metadata=view.metadata,
             reward=trajectory.reward if trajectory else None,
+            is_forest=trajectory.is_forest if trajectory else False,
             summary={"history_length": view.history_length, "dropped_tokens": view.dropped_token_count},
         )
         detokenize = self.setup.chat.tokenizer.decode

@@ -1,24 +1,34 @@
-"""The state of a chat session: its tree of turns, the turn that the backend is at, and the turn in flight."""
+"""The state of a chat session: its tree of turns, its caches, and the turns in flight."""
 
+import asyncio
 import itertools
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.continuation import Fits, Prompt
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
+from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import ChatRequest, TurnResponse
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.tree import Node, Tree, first_difference
-from holdfast.errors import HistoryConflict, MessageMismatch
+from holdfast.errors import MessageMismatch
 from holdfast.sessions.journal.base import StoredSession
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.record import TemplateInputs, TurnRecord
 
 if TYPE_CHECKING:
     from holdfast.chats.turn import ChatTurn
+
+NAME = "holdfast-session"  # the key of a session's metadata under which its name is kept
+Tip = Hashable  # where a conversation goes on; see `PreparedTurn.tip`
+
+_MAX_REPEATABLE = 64  # turns on record among which a forest looks for one that is asked for again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +49,43 @@ class PreparedTurn:
     messages: list[Message]  # new ones
     prompt: Prompt
     is_branch: bool
+    is_edited: bool = False  # it has another assistant message where a reply was sampled
+
+    @property
+    def tip(self) -> Tip:
+        """Equal for turns of one conversation, which must not run at once: those below the same turn, and beginnings of
+        a conversation that are the same."""
+        if self.parent.parent is not None:
+            return self.parent.number
+        return self.root, msgspec.json.encode(self.messages)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """Mutable; touched only on the event loop that serves it, by whoever has claimed its session."""
+    """Mutable; touched only on the event loop that serves it. Of a strict session, by whoever has claimed it; in a
+    forest, whose turns run side by side, changes are made between two waits or under `commit_lock`."""
 
     session_id: str
     owner: str
+    is_forest: bool = False
+    name: str = ""  # by which the owner finds it, if it has one
     group: str = ""
     pin_tokens: int | None = None  # the client's own choice
     tree: Tree = field(default_factory=Tree)
-    synced_node: Node = field(init=False)  # the turn at whose end the backend's history is
-    needs_rewind: bool = False  # the backend holds more than that: a cancelled turn was not rolled back yet
-    turn: "ChatTurn | None" = None  # in flight
-    last_response: TurnResponse | None = None  # of the last turn, without a body where that follows from the record
+    cache: Cache = field(init=False)  # of a strict session, that is, the session itself
+    caches: CachePool | None = None  # of a forest on our engine, once there was a turn
+    claim: Claim | None = None  # on a forest's session while it has turns in flight
+    turns: "list[ChatTurn]" = field(default_factory=list)  # in flight; at most one in a strict session
+    busy_tips: "dict[Tip, asyncio.Event]" = field(default_factory=dict)  # where a forest has a turn in flight
+    num_waiting: int = 0  # turns that wait for one of these
+    commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    last_responses: dict[int, TurnResponse] = field(default_factory=dict)  # by turn, of the last of each conversation;
+    # without a body where that follows from the record
     reward: float | None = None
     created_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.synced_node = self.tree.tip
+        self.cache = Cache(session_id=self.session_id, node=self.tree.tip)
 
     @classmethod
     def of_stored(cls, stored: StoredSession) -> "Trajectory":
@@ -70,6 +97,8 @@ class Trajectory:
         return cls(
             session_id=opened.session_id,
             owner=opened.owner,
+            is_forest=opened.kind == "forest",
+            name=opened.metadata.get(NAME, ""),
             group=opened.group,
             pin_tokens=opened.pin_tokens,
             tree=tree,
@@ -77,41 +106,41 @@ class Trajectory:
             created_at=opened.created_at,
         )
 
-    @property
-    def last_key(self) -> IdempotencyKey | None:
-        """Of the request whose turn was recorded last."""
-        turn = self.tree.tip.turn
-        return IdempotencyKey(turn.body_hash, turn.idempotency_key) if turn.body_hash else None
+    def repeated(self, key: IdempotencyKey) -> Node | None:
+        """The turn on record that this request has made already: the last one, in a forest the last one of some
+        conversation."""
+        nodes = [self.tree.tip]
+        if self.is_forest:
+            nodes = [node for node in reversed(self.tree.nodes[-_MAX_REPEATABLE:]) if not node.children]
+        for node in nodes:
+            turn = node.turn
+            if turn.body_hash and key.repeats(IdempotencyKey(turn.body_hash, turn.idempotency_key)):
+                return node
+        return None
+
+    def find_response(self, response_id: str) -> Node | None:
+        """The turn whose client was told this id."""
+        found = (node for node in reversed(self.tree.nodes) if node.turn.facts.response_id == response_id)
+        return next(found, None) if response_id else None
 
     @property
     def num_branches(self) -> int:
-        """How many turns do not follow the turn before them."""
+        """How many turns do not follow the turn before them; in a forest, how many are not the first at their place."""
         nodes = [self.tree.root, *self.tree.nodes]
+        if self.is_forest:
+            return sum(max(0, len(node.children) - 1) for node in self.tree.nodes)
         return sum(node.parent is not before for before, node in itertools.pairwise(nodes))
 
-    def add(self, turn: TurnRecord) -> None:
-        """Take a turn that is on record into the tree; the backend's history is at its end."""
-        self.synced_node, self.needs_rewind = self.tree.add(turn), False
-
-    async def sync_to(self, claim: Claim, node: Node) -> tuple[Node, int]:
-        """Rewind the backend to the deepest turn that it shares with the path to `node`: that turn, and how many tokens
-        had to be computed again."""
-        length = claim.history_length
-        if length != self.synced_node.end and not self.needs_rewind:
-            raise HistoryConflict(expected=self.synced_node.end, actual=length)
-        base = self.tree.common(self.synced_node, node)
-        recomputed = 0
-        if length > base.end:
-            recomputed = (await claim.rewind(base.end, is_limited=not self.needs_rewind)).recomputed_tokens
-        self.synced_node, self.needs_rewind = base, False
-        return base, recomputed
-
-    async def rollback(self, claim: Claim) -> None:
-        """Rewind what a turn that was not committed has left in the backend."""
-        if self.needs_rewind:
-            if claim.history_length > self.synced_node.end:
-                await claim.rewind(self.synced_node.end, is_limited=False)
-            self.needs_rewind = False
+    def add(self, turn: TurnRecord, response: TurnResponse) -> Node:
+        """Take a turn that is on record into the tree, and its response."""
+        node = self.tree.add(turn)
+        self.last_responses[turn.number] = response
+        gone = [turn.parent] if self.is_forest else [number for number in self.last_responses if number != turn.number]
+        if len(self.last_responses) > _MAX_REPEATABLE:
+            gone.append(min(self.last_responses))
+        for number in gone:
+            self.last_responses.pop(number, None)
+        return node
 
     def prepare(
         self, request: ChatRequest, chat: ChatModel, rules: HistoryRules, fits: Fits | None = None
@@ -133,7 +162,15 @@ class Trajectory:
             prompt = continuation.tail(
                 parent.last_token, new, request.tools, request.variables, fits, start=parent.num_messages
             )
-        return PreparedTurn(parent=parent, root=root, messages=new, prompt=prompt, is_branch=parent is not tree.tip)
+        has_siblings = parent is not tree.root and bool(parent.children)
+        return PreparedTurn(
+            parent=parent,
+            root=root,
+            messages=new,
+            prompt=prompt,
+            is_branch=has_siblings if self.is_forest else parent is not tree.tip,
+            is_edited=match.edited is not None and match.edited[0] >= parent.num_messages,
+        )
 
     def _too_far(self, request: ChatRequest, root: TemplateInputs, rules: HistoryRules, left: int) -> MessageMismatch:
         first = self.tree.tip.path()[0]

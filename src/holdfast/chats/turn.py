@@ -1,4 +1,8 @@
-"""One chat turn, from the claim on its session to its commit. The session is free again on every way out."""
+"""One chat turn, from the claim on its session to its commit. The session is free again on every way out.
+
+A turn of a strict session has it for itself. Turns of a forest share the claim on its session and run side by side:
+each has the tip of its conversation, and on our engine a cache, for itself.
+"""
 
 import asyncio
 import contextlib
@@ -6,7 +10,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,12 +19,13 @@ import msgspec
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.messages import Message
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
+from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
 from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.retry import Broadcast
-from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
+from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Tip, Trajectory
 from holdfast.chats.tree import Node
-from holdfast.errors import ContextTooLong, HoldfastError, SessionFailed, SessionNotFound
+from holdfast.errors import ContextTooLong, HoldfastError, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import TurnRecorded
@@ -33,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_WAITING = 64  # requests of one forest that may wait until a turn at the same tip is over
 _LARGE_BYTES = 1 << 16
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="text")
 
@@ -69,11 +75,15 @@ class ChatSetup:
     admission: Admission
     weight_version: str = ""
     grammars: GrammarQueue = field(init=False)
+    forest_rules: HistoryRules = field(init=False)
+    is_forest: bool = False  # what a new session is, unless its client says
+    max_conversations: int = 8  # caches that one forest may have
     stream_stall_s: float = 0.0  # how long a turn waits for its readers, in all; 0: no limit
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.grammars = GrammarQueue(self.chat.grammars)
+        self.forest_rules = replace(self.rules, max_rollback=-1, may_edit_replies=True)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """A task that goes on though its caller is cancelled."""
@@ -84,21 +94,28 @@ class ChatSetup:
 
 
 class ChatTurn:
-    """Claims its session when it is made; `start` it at once. Listen to `events`."""
+    """Claims its session when it is made, or joins the turns that have; `start` it at once. Listen to `events`."""
 
     def __init__(self, setup: ChatSetup, trajectory: Trajectory, request: TurnRequest) -> None:
         self.id = secrets.token_hex(8)
         self.setup = setup
         self.trajectory = trajectory
         self.request = request
-        self.claim: Claim = setup.runtime.claim(trajectory.session_id, trajectory.owner, turn_id=self.id)
+        if trajectory.claim is not None:
+            setup.runtime.check_open()
+            self.claim: Claim = trajectory.claim
+        else:
+            self.claim = setup.runtime.claim(trajectory.session_id, trajectory.owner, turn_id=self.id)
+            trajectory.claim = self.claim if trajectory.is_forest else None
         self.prepared: PreparedTurn
+        self._tip: Tip | None = None  # of a forest, that nobody else may use
+        self._cache: Cache | None = None
         self.events = Broadcast[TurnEvent](setup.stream_stall_s)
         self._committing: asyncio.Task[TurnRecord] | None = None
         self._has_begun = False
 
     def start(self) -> None:
-        self.trajectory.turn = self
+        self.trajectory.turns.append(self)
         self.events.start(self._run(), self._ended)
 
     async def _run(self) -> None:
@@ -109,20 +126,15 @@ class ChatTurn:
             await asyncio.shield(self.setup.in_background(self._settle()))
 
     def _ended(self) -> None:
-        if not self._has_begun:  # cancelled before its first step: nobody else frees the session
-            self.trajectory.turn = None
+        if not self._has_begun and self._is_last():  # cancelled before its first step: nobody else frees the session
             self.claim.release_now()
 
     async def _take_turn(self) -> None:
         """Match and render the request, wait to be admitted, make the reply, commit."""
-        setup, request = self.setup, self.request.request
+        setup = self.setup
         self.claim.check_not_closed()  # it may have been closed since it was claimed
         self.claim.check_room()
-        # A large request is rendered in a thread. The session is claimed, so nothing changes meanwhile.
-        fits = partial(check_fits, model=setup.runtime.model, may_truncate=request.may_truncate, at_least="at least ")
-        self.prepared = prepared = await run_off_loop(
-            lambda: self.trajectory.prepare(request, setup.chat, setup.rules, fits), request.num_bytes
-        )
+        self.prepared = prepared = await self._prepare()
         below = prepared.parent.number if prepared.is_branch else None
         self.events.publish(TurnStarted(turn_id=self.id, writer=self.request.writer, branched_below=below))
         owner = self.trajectory.owner
@@ -139,6 +151,46 @@ class ChatTurn:
                     TurnResponse(body=event.body, number=number, status=event.status, headers=event.headers)
                 )
 
+    async def _prepare(self) -> PreparedTurn:
+        """Match and render the request. In a forest this waits until no other turn is at the same tip."""
+        setup, request, trajectory = self.setup, self.request.request, self.trajectory
+        fits = partial(check_fits, model=setup.runtime.model, may_truncate=request.may_truncate, at_least="at least ")
+        rules = setup.forest_rules if trajectory.is_forest else setup.rules
+        while True:
+            # A large request is rendered in a thread. What is on record does not change meanwhile, and a strict session
+            # gains no turn.
+            prepared = await run_off_loop(
+                lambda: trajectory.prepare(request, setup.chat, rules, fits), request.num_bytes
+            )
+            if not trajectory.is_forest:
+                return prepared
+            if (busy := trajectory.busy_tips.get(prepared.tip)) is None:
+                self._tip = prepared.tip
+                trajectory.busy_tips[self._tip] = asyncio.Event()
+                return prepared
+            if trajectory.num_waiting >= MAX_WAITING:
+                raise SessionBusy(
+                    f"session {trajectory.session_id}: {MAX_WAITING} requests wait for turns of their conversations"
+                )
+            trajectory.num_waiting += 1
+            try:
+                await busy.wait()
+            finally:
+                trajectory.num_waiting -= 1
+            self.claim.check_not_closed()
+
+    async def cache(self) -> tuple[Cache, Claim]:
+        """The cache in which the turn is computed, and the claim on it."""
+        trajectory, setup = self.trajectory, self.setup
+        if not trajectory.is_forest:
+            return trajectory.cache, self.claim
+        if trajectory.caches is None:
+            num = max(1, min(setup.max_conversations, setup.runtime.capacity))
+            trajectory.caches = CachePool(setup.runtime, trajectory.owner, trajectory.tree.root, num)
+        self._cache = cache = await trajectory.caches.take(self.claim, self.prepared.parent)
+        assert cache.claim is not None
+        return cache, cache.claim
+
     async def _committed(self, result: TurnResult) -> int | None:
         """The number of the turn on record. Recording is brought to its end even if the client has left.
 
@@ -153,8 +205,12 @@ class ChatTurn:
             return None
 
     async def _commit(self, result: TurnResult) -> TurnRecord:
-        trajectory, prepared, claim = self.trajectory, self.prepared, self.claim
         await self._sync_history(result)
+        async with self.trajectory.commit_lock:  # turns of a forest are numbered one after the other
+            return await self._record(result)
+
+    async def _record(self, result: TurnResult) -> TurnRecord:
+        trajectory, prepared, claim = self.trajectory, self.prepared, self.claim
         turn = trajectory.tree.new_turn(
             prepared.parent,
             messages=prepared.messages,
@@ -163,7 +219,7 @@ class ChatTurn:
             given=prepared.prompt.ids,
             sampled=result.tokens,
             finish_reason=result.finish_reason,
-            facts=result.facts,
+            facts=self._facts(result.facts),
             num_control=prepared.prompt.num_control,
             request=result.request,
             response=result.response,
@@ -174,21 +230,41 @@ class ChatTurn:
         claim.check_not_closed()  # closing beats recording
         if self.setup.runtime.journal.keeps_bodies:
             turn.request = turn.response = None
-        trajectory.add(turn)
         is_kept = bool(result.facts.cut) or result.body == result.response  # the client's copy follows from the record
-        trajectory.last_response = TurnResponse(
-            body=b"" if is_kept else result.body, number=turn.number, headers=result.headers
-        )
+        response = TurnResponse(body=b"" if is_kept else result.body, number=turn.number, headers=result.headers)
+        before, node = trajectory.tree.tip, trajectory.add(turn, response)
+        if not trajectory.is_forest:
+            trajectory.cache.advance(node)
+            return turn
+        if self._cache is not None:
+            self._cache.advance(node)
+        base = trajectory.tree.common(before, node)
+        turns = [part.turn for part in node.path()[base.depth :]]
+        pinned = node.ancestor(1).turn.facts.pinned
+        await claim.replace_history(base.end, turns, sink=claim.session.sink if pinned is None else pinned)
         return turn
+
+    def _facts(self, facts: TurnFacts) -> TurnFacts:
+        """With what is known of the request: the ids that it came with, where it stands."""
+        request, prepared = self.request, self.prepared
+        facts = replace(facts, response_id=request.response_id, agent=dict(request.agent), is_edited=prepared.is_edited)
+        if self._cache is not None and self._cache.claim is not None and prepared.parent.parent is None:
+            facts = replace(facts, pinned=self._cache.claim.session.sink)
+        return facts
 
     async def _sync_history(self, result: TurnResult) -> None:
         """Bring the session's history to the end of the turn: adopt an upstream's tokens, or rewind what our engine
         sampled beyond a stop string."""
         trajectory, prepared, claim = self.trajectory, self.prepared, self.claim
         end = prepared.parent.end + len(prepared.prompt.ids) + len(result.tokens)
+        if trajectory.is_forest:
+            if self._cache is None:  # an upstream needs none
+                return
+            assert self._cache.claim is not None
+            claim = self._cache.claim
         if result.is_adopted:
-            base, _ = await trajectory.sync_to(claim, prepared.parent)
-            trajectory.needs_rewind = True
+            base, _ = await trajectory.cache.sync_to(claim, prepared.parent)
+            trajectory.cache.needs_rewind = True
             reason = StopReason.MAX_TOKENS if result.finish_reason == "length" else StopReason.EOS
             await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, result.tokens, reason)
         elif claim.history_length > end:
@@ -204,14 +280,29 @@ class ChatTurn:
         try:
             if self._committing is not None:
                 await asyncio.gather(self._committing, return_exceptions=True)
-            await trajectory.rollback(self.claim)
+            if not trajectory.is_forest:
+                await trajectory.cache.rollback(self.claim)
+            elif self._cache is not None:
+                assert trajectory.caches is not None
+                await trajectory.caches.give_back(self._cache)
         except SessionNotFound:
             pass  # closed meanwhile: there is nothing left to roll back
         except HoldfastError as exc:
             logger.warning("session %s: a cancelled turn is still to be rolled back: %s", trajectory.session_id, exc)
         finally:
-            trajectory.turn = None
-            await self.claim.release()
+            if self._is_last():
+                await self.claim.release()
+
+    def _is_last(self) -> bool:
+        """Leave the turns in flight. Whether the claim on the session is to be released."""
+        trajectory = self.trajectory
+        trajectory.turns.remove(self)
+        if self._tip is not None:
+            trajectory.busy_tips.pop(self._tip).set()
+        if trajectory.turns:
+            return False
+        trajectory.claim = None
+        return True
 
 
 def kept_request(request: Mapping[str, Any], parent: Node) -> bytes:

@@ -149,7 +149,7 @@ async def running(
             chats = ChatService(_chat_setup(runtime, admission, config, chat), trajectories)
         for session in storage.stored:
             runtime.restore(session)
-            if chats is not None and session.opened.kind == "chat":
+            if chats is not None and session.opened.kind != "tokens":
                 chats.restore(session)
         async with _endpoints(
             backend,
@@ -244,6 +244,8 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
         admission=admission,
         weight_version=config.weight_version,
         stream_stall_s=config.stream_stall_s,
+        is_forest=chat.config.history == "forest",
+        max_conversations=chat.config.max_conversations,
     )
 
 

@@ -119,6 +119,15 @@ class SlabCapacity:
             self._registry.release_place()
             raise
 
+    async def make_parked_room(self) -> None:
+        """Room for one more session that has no slab."""
+        if self._registry.num_parked >= max(self._max_parked, 1):
+            longest = self._registry.longest_parked()
+            if longest is None:
+                raise CapacityExhausted("all parked sessions are busy; try again soon or raise --max-parked")
+            self._metrics.session_evicted.labels("capacity").inc()
+            await self._remove(longest, "evicted")
+
     async def wake(self, session: Session) -> None:
         """A slab for a parked session that the caller has claimed."""
         victim = await self._claimed_place()

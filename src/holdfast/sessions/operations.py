@@ -24,6 +24,7 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.ports import Backend, EventStream
 from holdfast.sessions.quotas import OwnerQuotas
+from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.session import Session, opened
 
 logger = logging.getLogger(__name__)
@@ -290,6 +291,20 @@ class Claim:
         work = self._backend.rewind(handle, length, is_limited=is_limited)
         return RewindResult(length, await self._carry_out(work, conclude))
 
+    async def replace_history(self, length: int, turns: Sequence[TurnRecord], *, sink: int) -> None:
+        """Let the history be its first `length` tokens and then `turns`, which were generated elsewhere. The session
+        has no slab afterwards: one that wants it computes its history."""
+        session = self.session
+        if session.parking is not None:
+            await asyncio.shield(session.parking)
+        handle, session.handle = session.handle, None
+        session.history.rewind(length)
+        for turn in turns:
+            session.history.repeat(turn)
+        session.sink = sink
+        if handle is not None:
+            await self._backend.close(handle)
+
     async def fork(self) -> int:
         """The backend's handle of a copy of this session, which is awake. The caller has made room for it."""
         return await self._backend.fork(await self.wake())
@@ -382,7 +397,7 @@ class Claim:
     async def _record_since(self, start: int) -> None:
         """Record what the history has gained; where that fails, it has gained nothing."""
         session = self.session
-        if session.kind == "chat":  # its tokens are recorded with its turns
+        if session.kind != "tokens":  # its tokens are recorded with its turns
             return
         try:
             await self.record(*session.history.entries_since(session.id, start))
@@ -399,6 +414,7 @@ class Claim:
 
 _USES = {
     "chat": "is a chat session: over gRPC it can be read, forked and closed, not written",
+    "forest": "is a chat session: over gRPC it can be read, forked and closed, not written",
     "tokens": "is a session of raw tokens: it is written over gRPC",
 }
 

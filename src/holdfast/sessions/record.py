@@ -26,6 +26,7 @@ Stored = bytes | str | int | float | bool | None
 ByteRange = tuple[int, int]  # where something begins and ends in bytes
 
 _Count = Annotated[int, Meta(ge=0)]
+_OPTIONAL = ("response_id", "agent", "is_edited", "pinned")  # of a turn's facts
 _JSON = ("messages", "reply", "root", "facts")
 
 
@@ -56,6 +57,10 @@ class TurnFacts:
     routed_experts: str | ByteRange | None = None  # base64 of int32 or a list; mostly its range in the response
     indexer_topk: str | ByteRange | None = None
     cut: tuple[ByteRange, ...] = ()  # parts of the response that the client did not get
+    response_id: str = ""  # what the client was told, where the API has ids by which it can ask again
+    agent: Mapping[str, str] = field(default_factory=dict)  # the client's own ids of its session, thread or agent
+    is_edited: bool = False  # the request has another assistant message where a reply was sampled
+    pinned: int | None = None  # tokens at the start of this conversation that never leave the window
 
 
 class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idempotency_key": "ticket_key"}):
@@ -94,10 +99,18 @@ def to_stored(turn: TurnRecord) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for name, column in zip(TurnRecord.__struct_fields__, TurnRecord.__struct_encode_fields__, strict=True):
         value = getattr(turn, name)
+        if isinstance(value, TurnFacts):
+            value = _told(value)
         stored[column] = (
             msgspec.json.encode(value) if name in _JSON else packed(value) if isinstance(value, array) else value
         )
     return stored
+
+
+def _told(facts: TurnFacts) -> dict[str, Any]:
+    """The facts without those that a turn need not have and does not have."""
+    optional = {name: value for name in _OPTIONAL if (value := getattr(facts, name)) not in ("", {}, False, None)}
+    return {name: getattr(facts, name) for name in TurnFacts.__slots__ if name not in _OPTIONAL} | optional
 
 
 def from_stored(stored: Mapping[str, Any]) -> TurnRecord:

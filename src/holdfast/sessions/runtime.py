@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast.errors import InvalidArgument
+from holdfast.errors import InvalidArgument, SessionNotFound
 from holdfast.generation import Done, Event, SamplingParams
 from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import Parking, SlabCapacity
@@ -104,14 +104,15 @@ class Runtime:
         is_kept: bool = True,
     ) -> SessionView:
         """A new session. To make room, the least recently used idle session is parked, or evicted where no more may be
-        parked. A session that is not `is_kept` evicts nobody and is not journaled."""
+        parked. A session that is not `is_kept` evicts nobody and is not journaled. A forest has no slab of its own:
+        its conversations have (`open_cache`)."""
         self._operations.check_open()
         for token in eos_token_ids:
             if not 0 <= token < self.model.vocab_size:
                 raise InvalidArgument(f"eos_token_ids: {token} is outside the vocabulary of {self.model.vocab_size}")
         sink = self.checked_pin(self.model.sink if pin_tokens is None else pin_tokens)
         session = await self._place(
-            lambda: self._backend.open(sink=sink),
+            None if kind == "forest" else lambda: self._backend.open(sink=sink),
             owner=owner,
             sink=sink,
             label=label,
@@ -209,7 +210,7 @@ class Runtime:
 
     async def fork_chat(self, claim: Claim, turns: Sequence[int], *, label: str = "") -> SessionView:
         """A chat session with the same past. `turns`: the numbers of the turns that its past is made of."""
-        fork = await self._forked(claim, label, "chat")
+        fork = await self._forked(claim, label, claim.session.kind)
         try:
             await self._operations.record(fork, opened(fork, ForkedFrom(claim.session.id, tuple(turns))))
             self._operations.count_bytes(fork, fork.history.num_bytes)  # the bodies of its turns are shared
@@ -217,6 +218,43 @@ class Runtime:
             await self._discard(fork)
             raise
         return self._view(fork)
+
+    async def open_cache(self, claim: Claim, source: Claim | None = None) -> str:
+        """The id of a new session that caches a conversation of the claimed forest: a copy of the session that `source`
+        has claimed, or empty. It is gone when the forest is, and may be gone before."""
+        of, copied = claim.session, source.session if source else None
+        if source is not None:
+            await source.wake()
+        sink = copied.sink if copied else self.checked_pin(self.model.sink if of.pin_tokens is None else of.pin_tokens)
+        cache = await self._place(
+            source.fork if source else lambda: self._backend.open(sink=sink),
+            owner=of.owner,
+            sink=sink,
+            label=of.label,
+            eos_token_ids=of.eos_token_ids,
+            pin_tokens=of.pin_tokens,
+            is_kept=False,
+            cache_of=of.id,
+        )
+        if copied is not None:
+            cache.history = copied.history.copy(len(copied.history))
+        if of.gate.is_closed:  # closed meanwhile, without this one
+            await self._discard(cache)
+            claim.check_not_closed()
+        return cache.id
+
+    async def drop_cache(self, session_id: str, owner: str) -> None:
+        """Close what `open_cache` has opened, unless it is gone already."""
+        with contextlib.suppress(SessionNotFound):
+            await self._discard(self._registry.get(session_id, owner))
+
+    @property
+    def has_free_slab(self) -> bool:
+        return not self._registry.is_full
+
+    def check_open(self) -> None:
+        """Raises Draining where nothing new may begin."""
+        self._operations.check_open()
 
     async def take_in(
         self, stored: StoredSession, entries: Sequence[Entry], snapshot: bytes | None, on_recorded: Callable[[], None]
@@ -229,7 +267,11 @@ class Runtime:
         session = await asyncio.to_thread(restored, stored, self._clock)  # long ones take a while
         async with Claim(session, self._operations) as claim:
             with self._session_claimed(session.owner):
-                await self._capacity.admit(session, snapshot)
+                if session.kind == "forest":
+                    await self._capacity.make_parked_room()
+                    self._registry.add_parked(session)
+                else:
+                    await self._capacity.admit(session, snapshot)
             try:
                 await claim.record(*entries)
                 claim.check_not_closed()
@@ -254,7 +296,8 @@ class Runtime:
 
     def list_sessions(self, owner: str, *, after: int = 0) -> list[SessionView]:
         """The owner's sessions, oldest first, from the one after number `after` on."""
-        return [self._view(session) for session in self._registry if session.owner == owner and session.number > after]
+        mine = (s for s in self._registry if s.owner == owner and s.number > after and not s.cache_of)
+        return [self._view(session) for session in mine]
 
     def history(self, session_id: str, owner: str, start: int = 0, end: int | None = None) -> list[SpanPiece]:
         """A copy of the history, span by span, the part that left the window included."""
@@ -299,12 +342,21 @@ class Runtime:
             raise InvalidArgument(f"pin_tokens must be 0 to {self.model.max_pin}, got {sink}", param="pin_tokens")
         return sink
 
-    async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]], **fields: Any) -> Session:
-        """Make room, open the session in the backend, register it. If that fails, no slot is lost."""
-        with self._session_claimed(fields["owner"], is_kept=fields["is_kept"]):
-            handle = await self._capacity.opened(opening, may_evict=fields["is_kept"])
+    async def _place(self, opening: Callable[[], Coroutine[Any, Any, int]] | None, **fields: Any) -> Session:
+        """Make room, open the session in the backend, register it. If that fails, no slot is lost. Without `opening`
+        it is parked."""
+        is_kept = fields["is_kept"]
+        with self._session_claimed(fields["owner"], is_kept=is_kept):
+            if opening is None:
+                await self._capacity.make_parked_room()
+                handle = None
+            else:
+                handle = await self._capacity.opened(opening, may_evict=is_kept or "cache_of" in fields)
         session = Session(id=new_session_id(), number=self.next_number(), handle=handle, clock=self._clock, **fields)
-        self._registry.add(session)
+        if handle is None:
+            self._registry.add_parked(session)
+        else:
+            self._registry.add(session)
         self.metrics.session_total.labels("created").inc()
         return session
 
@@ -322,9 +374,10 @@ class Runtime:
 
     async def _forked(self, claim: Claim, label: str, kind: SessionKind) -> Session:
         source = claim.session
-        await claim.wake()
+        if kind != "forest":
+            await claim.wake()
         fork = await self._place(
-            claim.fork,
+            None if kind == "forest" else claim.fork,
             owner=source.owner,
             sink=source.sink,
             label=label or source.label,
@@ -362,6 +415,9 @@ class Runtime:
                     self._capacity.finish_closing()
             await self._capacity.forget(session)
             await self._operations.record(session, SessionClosed(session.id, why, time.time()))
+            if session.kind == "forest":
+                for cache in self._registry.caches_of(session.id):
+                    await self._discard(cache)
 
         await asyncio.shield(asyncio.ensure_future(finish()))
         return len(session.history)

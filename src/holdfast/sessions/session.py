@@ -4,12 +4,12 @@ import asyncio
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import CapacityExhausted, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.sessions.history import History, SpanKind
-from holdfast.sessions.journal.base import ForkedFrom, SessionKind, SessionOpened, StoredSession
+from holdfast.sessions.journal.base import ForkedFrom, SessionKind, SessionOpened, Step, StoredSession
 from holdfast.sessions.record import TurnRecord
 
 _REMEMBERED = 10_000  # ids of gone sessions; beyond that the oldest become merely unknown
@@ -65,7 +65,8 @@ class Session:
     eos_token_ids: frozenset[int]
     clock: Callable[[], float]
     kind: SessionKind = "tokens"
-    is_kept: bool = True  # False: it ends with its request, and is not journaled
+    is_kept: bool = True  # False: it is not journaled; it ends with its request, or is a cache of `cache_of`
+    cache_of: str = ""  # the chat session with many conversations of which this one holds one
     label: str = ""
     group: str = ""
     pin_tokens: int | None = None  # what its creator asked for
@@ -158,7 +159,12 @@ def restored(stored: StoredSession, clock: Callable[[], float]) -> Session:
         failure=stored.failure,
         created_at=facts.created_at,
     )
-    for step in _path(stored) if facts.kind == "chat" else stored.steps:
+    steps: Sequence[Step] = stored.steps
+    if facts.kind != "tokens":
+        steps = path = _path(stored)
+        if path and (pinned := path[0].facts.pinned) is not None:
+            session.sink = pinned
+    for step in steps:
         session.history.repeat(step)
     return session
 
@@ -218,10 +224,14 @@ class SessionRegistry:
 
     def longest_parked(self) -> Session | None:
         """The idle parked session that was used least recently, of the owner that has most of them: nobody loses
-        sessions because another owner makes many."""
+        sessions because another owner makes many. Mere caches go first."""
         idle = [session for session in self._sessions.values() if session.handle is None and not session.is_busy]
         num_idle = Counter(session.owner for session in idle)
-        return min(idle, key=lambda session: (-num_idle[session.owner], session.last_used), default=None)
+
+        def order(session: Session) -> tuple[bool, int, float]:
+            return not session.cache_of, -num_idle[session.owner], session.last_used
+
+        return min(idle, key=order, default=None)
 
     def hold_place(self) -> None:
         """Keep the place of a session that was removed, until its slab is free."""
@@ -259,6 +269,9 @@ class SessionRegistry:
             return session
         gone_owner, why = self._gone.get(session_id, ("", "unknown"))
         raise SessionNotFound(session_id, detail=why if gone_owner == owner else "unknown")
+
+    def caches_of(self, session_id: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.cache_of == session_id]
 
     def idle_longer_than(self, seconds: float) -> list[Session]:
         return [s for s in self._sessions.values() if not s.is_busy and s.idle_s > seconds]

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from holdfast import __version__
 from holdfast.errors import SessionFileRefused
 from holdfast.generation import StopReason
-from holdfast.sessions.journal.base import SessionOpened, TokensGiven, TokensSampled
+from holdfast.sessions.journal.base import SessionKind, SessionOpened, TokensGiven, TokensSampled
 from holdfast.sessions.ports import ModelInfo
 from holdfast.sessions.record import TurnRecord, floats_of, from_stored, packed, to_stored, tokens_of
 
@@ -102,7 +102,7 @@ def flaw(session: PortableSession) -> str | None:
 
 
 def _flaws(session: PortableSession) -> Iterator[str]:
-    if session.opened.kind == "chat" and session.spans:
+    if session.opened.kind != "tokens" and session.spans:
         yield "a chat session has spans"
     if session.opened.kind == "tokens" and session.turns:
         yield "a token session has turns"
@@ -147,7 +147,7 @@ def check_fit(session: PortableSession, model: ModelInfo) -> None:
             f"{_named(model.name)}: its token ids would mean something else here",
             reason="other_model",
         )
-    if session.opened.kind == "chat" and theirs.chat_template_hash != model.chat_template_hash:
+    if session.opened.kind != "tokens" and theirs.chat_template_hash != model.chat_template_hash:
         raise SessionFileRefused(
             f"the chat was rendered with another chat template than that of {_named(model.name)}: "
             "its next turns would not fit its past",
@@ -180,7 +180,7 @@ class _Head(Struct, kw_only=True, forbid_unknown_fields=True):
     written_by: str
     session_id: str
     created_at: float
-    kind: Literal["tokens", "chat"]
+    kind: SessionKind
     label: str
     group: str
     metadata: dict[str, str]

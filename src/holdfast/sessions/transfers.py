@@ -120,7 +120,7 @@ class Transfers:
         def take_over() -> None:
             pass
 
-        if self._chats is not None and session.opened.kind == "chat":
+        if self._chats is not None and session.opened.kind != "tokens":
             take_over = await asyncio.to_thread(self._chats.prepare_import, stored)
         view, recomputed = await runtime.take_in(stored, _facts(stored), session.snapshot, take_over)
         return Imported(
@@ -140,11 +140,11 @@ class Transfers:
 
     async def _of_open(self, session_id: str, owner: str, *, with_snapshot: bool) -> PortableSession:
         kind = self._runtime.info(session_id, owner).kind
-        if kind == "chat" and self._chats is None:
+        if kind != "tokens" and self._chats is None:
             return await self._of_record(session_id)
         chat = ChatContent((), None)
         async with self._runtime.claim(session_id, owner) as claim:
-            if kind == "chat" and self._chats is not None:
+            if kind != "tokens" and self._chats is not None:
                 chat = await self._chats.content(session_id, owner)
             opened, entries, snapshot = await claim.read_out(with_snapshot=with_snapshot)
         spans = _spans(entries)
@@ -191,7 +191,7 @@ class Transfers:
 
     def _read(self, data: bytes | bytearray) -> PortableSession:
         session = decode(data)
-        if session.opened.kind == "chat" and self._chats is None:
+        if session.opened.kind != "tokens" and self._chats is None:
             raise SessionFileRefused(
                 "this is a chat session, and the server runs without the HTTP endpoint", reason="no_chat"
             )

@@ -84,6 +84,7 @@ class SessionFacts:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     reward: float | None = None  # for the whole session; without it, a sample's is the sum of its turns'
     summary: Mapping[str, Any] = field(default_factory=dict)
+    is_forest: bool = False  # its samples say where in the forest they come from
 
 
 def assemble(
@@ -190,9 +191,20 @@ def _sample(
             response=detokenize(tokens[start:num_tokens].tolist()) if detokenize else "",
             reward=_reward(session.reward) if session.reward is not None else math.fsum(rewards) if rewards else None,
             **_plain({"group": session.group, "label": session.label}, "group and label"),
-            metadata=_plain({**session.metadata, **options.metadata}, "metadata"),
+            metadata=_plain({**session.metadata, **_place(nodes, session), **options.metadata}, "metadata"),
         )
     )
+
+
+def _place(nodes: Sequence[Node], session: SessionFacts) -> dict[str, Any]:
+    """Where in a forest a branch is: the turn that its conversation begins with, for each turn the one above it, the
+    turns whose requests had changed a sampled reply, and the ids that the client sent."""
+    edited = [node.number for node in nodes if node.turn.facts.is_edited]
+    if not (session.is_forest or edited):
+        return {}
+    agent = {name: value for node in nodes for name, value in node.turn.facts.agent.items()}
+    parents = [node.turn.parent for node in nodes]
+    return {"holdfast": {"root": nodes[0].number, "parents": parents, "edited_turns": edited, "agent": agent}}
 
 
 def _spread(turns: tuple[TurnSpan, ...], values: "Sequence[array[float] | None]") -> Logprobs:

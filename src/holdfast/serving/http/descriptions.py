@@ -43,6 +43,7 @@ DESCRIPTIONS = {
     "suffix": "Only empty: text is not inserted.",
     "include_usage": "End the stream with an event that has the token counts.",
     "include_obfuscation": "Only false: events are not padded.",
+    "history": "`strict`: one conversation. `forest`: many, which begin, branch and run side by side as requests say.",
     # tools and formats
     "Tool.type": "Tools are functions.",
     "NamedTool.type": "Tools are functions.",

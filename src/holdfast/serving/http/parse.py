@@ -8,8 +8,9 @@ import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -283,14 +284,28 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
         raise InvalidArgument("the request body is nested too deeply") from exc
 
 
-async def decode_chat(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Decoded(Generic[T]):
+    body: T
+    fields: dict[str, Any]
+    ignored: tuple[str, ...] = ()
+
+
+def convert_chat(fields: dict[str, Any], kind: type[T], *, may_ignore: bool, num_bytes: int = 0) -> Decoded[T]:
+    try:
+        return Decoded(msgspec.convert(fields, kind), fields)
+    except msgspec.ValidationError as exc:
+        raise _refusal(fields, kind, "") from exc
+
+
+async def decode_chat(body: bytes, kind: type[T], *, may_ignore: bool) -> Decoded[T]:
     """The body as `kind`, and its fields as they came. A large one is decoded in a thread."""
     _check_values(body)
 
-    def decoded() -> tuple[T, dict[str, Any]]:
+    def decoded() -> Decoded[T]:
         try:
             fields = msgspec.json.decode(body)
-            return msgspec.convert(fields, kind), fields
+            return Decoded(msgspec.convert(fields, kind), fields)
         except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as exc:
             raise _decode_error(body, kind, exc) from exc
         except RecursionError as exc:

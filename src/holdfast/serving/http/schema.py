@@ -141,6 +141,7 @@ class NewSession(Struct, kw_only=True, forbid_unknown_fields=True):
     label: _Label | None = None
     metadata: _Metadata | None = None
     pin_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    history: Literal["strict", "forest"] | None = None
 
 
 class Fork(Struct, kw_only=True, forbid_unknown_fields=True):

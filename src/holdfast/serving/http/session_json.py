@@ -11,7 +11,7 @@ import msgspec
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.trajectory import Trajectory
-from holdfast.chats.tree import Node
+from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
 from holdfast.sessions.journal.base import Journal, with_bodies
 from holdfast.sessions.record import TurnRecord
@@ -60,6 +60,8 @@ async def trajectory_json(
         "branches": trajectory.num_branches,
         "reward": trajectory.reward,
     }
+    if trajectory.is_forest:
+        facts |= {"history": "forest", "conversations": _conversations(trajectory.tree)}
     num_control = sum(node.turn.num_control for node in nodes)
 
     def assemble() -> dict[str, Any]:
@@ -75,7 +77,10 @@ async def trajectory_json(
                 "max_trim_tokens": 0,
                 "tito_session_mismatch": _mismatch(tip, chat),
                 "control_tokens_spelled": num_control,
-                "tree": [_summary(node, is_current=node.number in current) for node in nodes],
+                "tree": [
+                    _summary(node, is_current=node.number in current) | (_origin(node) if trajectory.is_forest else {})
+                    for node in nodes
+                ],
             },
         }
 
@@ -94,6 +99,30 @@ def _summary(node: Node, *, is_current: bool) -> dict[str, Any]:
         "delivered": turn.is_delivered,
         "reward": turn.reward,
     }
+
+
+def _origin(node: Node) -> dict[str, Any]:
+    """Where in a forest a turn comes from."""
+    facts = node.turn.facts
+    return {"root": node.ancestor(1).number, "edited": facts.is_edited, "agent": dict(facts.agent)}
+
+
+def _conversations(tree: Tree) -> list[dict[str, Any]]:
+    """What began where: each first turn with all turns below it, and the ids that its client sent."""
+    found: dict[int, dict[str, Any]] = {
+        node.number: {"root": node.number, "turns": 0, "branches": 0, "last_turn": 0, "agent": {}}
+        for node in tree.root.children
+    }
+    roots: dict[int, int] = {}  # of each turn
+    for node in tree.nodes:
+        assert node.parent is not None
+        roots[node.number] = roots.get(node.parent.number, node.number)
+        one = found[roots[node.number]]
+        one["turns"] += 1
+        one["branches"] += max(0, len(node.children) - 1)
+        one["last_turn"] = node.number
+        one["agent"] |= node.turn.facts.agent
+    return list(found.values())
 
 
 def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.errors import InvalidArgument, SessionNotFound
 from holdfast.sessions.record import TurnRecord
 
-SessionKind = Literal["tokens", "chat"]
+SessionKind = Literal["tokens", "chat", "forest"]  # the last two are chats: a forest holds many conversations
 
 _PURGE_CHUNK = 64  # sessions deleted in one commit: turns of others come in between
 

@@ -29,7 +29,7 @@ from holdfast.sessions.record import TurnRecord
 
 _DAMAGE = (sqlite3.Error, UnicodeDecodeError, ValueError, StorageUnavailable, SessionNotFound)
 _INDEXES = {"spans": "spans_of_session", "turns": "sqlite_autoindex_turns_1"}
-_TABLES: dict[SessionKind, str] = {"tokens": "spans", "chat": "turns"}
+_TABLES: dict[SessionKind, str] = {"tokens": "spans", "chat": "turns", "forest": "turns"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,191 @@
+"""Forests: sessions of many conversations, which begin, branch and run side by side."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving import Server, default_chat, held, serving, wordy_engine
+from tests.talking import chat_path, client_of, open_session, refusal_of, said, until
+from tests.test_relay import chatting
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@contextlib.asynccontextmanager
+async def forest(num_slabs: int = 4, **options: Any) -> AsyncIterator[tuple[Server, httpx.AsyncClient, str]]:
+    """A server with the default model's text and a fast fake engine, a client, and a forest."""
+    engine = wordy_engine(forward_s=0.0, num_slabs=num_slabs)
+    async with serving(engine, default_chat(), **{"max_parked": 100} | options) as server, client_of(server) as client:
+        yield server, client, await open_session(client, history="forest")
+
+
+async def take_turn(client: httpx.AsyncClient, session: str, body: dict[str, Any], **headers: str) -> str:
+    """The reply to a request that must succeed."""
+    response = await client.post(chat_path(session), json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+async def shown(client: httpx.AsyncClient, session: str) -> dict[str, Any]:
+    response = await client.get(f"/sessions/{session}", params={"branches": "all"})
+    assert response.status_code == 200, response.text
+    info: dict[str, Any] = response.json()
+    return info
+
+
+async def test_conversations_take_turns_in_one_session_and_each_keeps_its_cache() -> None:
+    """The tokens of each are those of a session of its own, and a turn computes only what is new."""
+    async with forest() as (_, client, session):
+        talks: dict[str, list[str]] = {"red": [], "green": [], "blue": []}
+        prefilled = {}
+        for step in range(4):
+            for name, texts in talks.items():
+                texts.append(f"{name} {step}")
+                response = await client.post(chat_path(session), json=said(*texts))
+                reply = response.json()
+                texts.append(reply["choices"][0]["message"]["content"])
+                prefilled[name, step] = reply["usage"]["holdfast"]["prefilled_tokens"]
+                assert "holdfast-branched" not in response.headers
+        alone = await open_session(client)
+        texts = []
+        for step in range(4):
+            texts.append(f"green {step}")
+            texts.append(await take_turn(client, alone, said(*texts)))
+        assert texts == talks["green"]
+        info = await shown(client, session)
+        first = (await shown(client, alone))["metadata"]["accumulated_token_ids"]
+        greens = [record for record in info["records"] if record["turn"] % 3 == 2]
+        assert greens[-1]["request"]["input_ids"] == first[: len(greens[-1]["request"]["input_ids"])]
+        assert [one["root"] for one in info["conversations"]] == [1, 2, 3]
+        assert [one["turns"] for one in info["conversations"]] == [4, 4, 4]
+        assert max(prefilled[name, step] for name in talks for step in (1, 2, 3)) < prefilled["red", 0]
+
+
+async def test_another_system_prompt_other_tools_and_a_summary_begin_conversations() -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    async with forest() as (_, client, session):
+        first = await take_turn(client, session, said("Hi"))
+        await take_turn(client, session, said("Hi", first, "More"))
+        await take_turn(client, session, {"messages": [SYSTEM, *said("Hi")["messages"]], "max_tokens": 4})
+        await take_turn(client, session, said("Hi", tools=[tool]))
+        await take_turn(client, session, said("They said hi. Go on."))
+        info = await shown(client, session)
+        assert [node["parent"] for node in info["metadata"]["tree"]] == [0, 1, 0, 0, 0]
+        assert (info["history"], info["branches"]) == ("forest", 0)
+
+
+async def test_an_edited_reply_is_a_branch_that_is_marked_in_the_tree_and_in_samples() -> None:
+    async with forest() as (_, client, session):
+        first = await take_turn(client, session, said("Hi"))
+        await take_turn(client, session, said("Hi", first, "More"), **{"x-session-id": "main"})
+        edited = await client.post(chat_path(session), json=said("Hi", first + " Calling tools.", "More"))
+        assert edited.status_code == 200
+        retried = await client.post(chat_path(session), json=said("Hi", first, "Other"))
+        assert retried.headers["holdfast-branched"] == "1"
+        info = await shown(client, session)
+        assert [(node["parent"], node["edited"]) for node in info["metadata"]["tree"]] == [
+            (0, False),
+            (1, False),
+            (0, True),
+            (1, False),
+        ]
+        samples = await client.post(f"/sessions/{session}/samples", json={"branch": "all", "format": "json"})
+        places = {sample["branch"]: sample["metadata"]["holdfast"] for sample in samples.json()["samples"]}
+        assert [places[number]["edited_turns"] for number in (2, 3, 4)] == [[], [3], []]
+        assert [places[number]["parents"] for number in (2, 3, 4)] == [[0, 1], [0], [0, 1]]
+
+
+async def test_conversations_run_side_by_side_and_a_second_request_at_a_tip_waits_for_its_turn() -> None:
+    engine = wordy_engine(forward_s=0.0)
+    async with serving(engine, default_chat()) as server, client_of(server) as client:
+        session = await open_session(client, history="forest")
+        with held(engine):
+            turns = [asyncio.ensure_future(take_turn(client, session, said(text))) for text in ("Hi", "Title", "Hi")]
+            started = server.metrics.admission.labels("admitted")
+            await until(lambda: started._value.get() == 2)
+            assert (await client.get(f"/sessions/{session}")).json()["is_busy"]
+        replies = await asyncio.gather(*turns)
+        assert replies[0] == replies[2]
+        info = await shown(client, session)
+        assert sorted(node["parent"] for node in info["metadata"]["tree"]) == [0, 0, 0]
+        assert not info["is_busy"]
+
+
+async def test_a_strict_session_still_refuses_what_does_not_continue_it() -> None:
+    async with forest() as (_, client, _forest):
+        strict = await open_session(client, history="strict")
+        first = await take_turn(client, strict, said("Hi"))
+        second = await take_turn(client, strict, said("Hi", first, "More"))
+        await take_turn(client, strict, said("Hi", first, "More", second, "More"))
+        assert refusal_of(await client.post(chat_path(strict), json=said("Other"))) == (400, "message_mismatch")
+
+
+async def test_the_servers_setting_decides_what_a_new_session_is() -> None:
+    async with serving(wordy_engine(), default_chat(history="forest")) as server, client_of(server) as client:
+        session = await open_session(client)
+        assert (await shown(client, session))["history"] == "forest"
+        assert "history" not in await shown(client, await open_session(client, history="strict"))
+        refused = await client.post("/sessions", json={"history": "circular"})
+        assert refusal_of(refused) == (400, "invalid_argument")
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2])
+async def test_few_slabs_cost_time_and_nothing_else(num_slabs: int) -> None:
+    async with forest(num_slabs=num_slabs) as (server, client, session):
+        others = [await open_session(client, history="forest") for _ in range(3)]
+        for each in (session, *others):
+            talks: list[list[str]] = [[], [], []]
+            for step in range(3):
+                for number, texts in enumerate(talks):
+                    texts.append(f"{number} {step}")
+                    texts.append(await take_turn(client, each, said(*texts)))
+        for each in (session, *others):
+            await client.delete(f"/sessions/{each}")
+        await until(lambda: server.worker.num_free_slabs == num_slabs)
+
+
+async def test_a_forest_comes_back_after_a_restart_and_every_conversation_goes_on(tmp_path: Any) -> None:
+    options = {"data_dir": str(tmp_path), "max_parked": 100}
+    async with forest(**options) as (_, client, session):
+        red, blue = ["red"], ["blue"]
+        for texts in (red, blue):
+            texts.append(await take_turn(client, session, said(*texts)))
+        red_next = await take_turn(client, session, said(*red, "More"))
+        before = await shown(client, session)
+    async with forest(**options) as (_, client, _):
+        after = await shown(client, session)
+        assert after["metadata"] == before["metadata"]
+        assert after["records"] == before["records"]
+        again = await client.post(chat_path(session), json=said(*red, "More"))
+        assert again.json()["choices"][0]["message"]["content"] == red_next
+        assert again.headers["holdfast-branched"] == "1"
+        blue_next = await take_turn(client, session, said(*blue, "More"))
+        assert [node["parent"] for node in (await shown(client, session))["metadata"]["tree"]] == [0, 0, 1, 1, 2]
+        fork = (await client.post(f"/sessions/{session}/fork")).json()["session_id"]
+        assert (await shown(client, fork))["history"] == "forest"
+        assert await take_turn(client, fork, said(*blue, "More", blue_next, "On")) == await take_turn(
+            client, session, said(*blue, "More", blue_next, "On")
+        )
+        file = (await client.get(f"/sessions/{session}/export")).content
+        imported = (await client.post("/sessions/import", content=file)).json()["session_id"]
+        there, here = await shown(client, imported), await shown(client, session)
+        assert there["metadata"]["tree"] == here["metadata"]["tree"]
+        assert there["history"] == "forest"
+
+
+async def test_in_front_of_an_upstream_conversations_are_only_ids() -> None:
+    async with chatting(delay_s=0.01) as (relay, upstream):
+        session = await open_session(relay.http, history="forest")
+        talks = {name: [name] for name in "abcdefgh"}
+        for _ in range(3):
+            replies = await asyncio.gather(*(take_turn(relay.http, session, said(*texts)) for texts in talks.values()))
+            for texts, reply in zip(talks.values(), replies, strict=True):
+                texts += [reply, "More"]
+        info = await shown(relay.http, session)
+        assert [one["turns"] for one in info["conversations"]] == [3] * 8
+        told = sorted(seen.json["input_ids"] for seen in upstream.chats())
+        assert sorted(record["request"]["input_ids"] for record in info["records"]) == told
