@@ -7,7 +7,7 @@ from toolbox import DESCRIPTION, INSTRUCTIONS, MAX_STEPS, MODEL, SCHEMA, TASK, V
 
 client = anthropic.Anthropic()
 messages: list[Any] = [{"role": "user", "content": TASK}]
-options: dict[str, Any] = {"model": MODEL, "max_tokens": 32_000, "system": INSTRUCTIONS}
+options: dict[str, Any] = {"model": MODEL, "max_tokens": 32_000 if "loop" in VARIANT else 8_000, "system": INSTRUCTIONS}
 
 
 def runner() -> Any:
