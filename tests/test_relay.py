@@ -11,6 +11,7 @@ import httpx
 import pytest
 from yarl import URL
 
+from holdfast.backends.fields import DECISIVE
 from holdfast.errors import UpstreamInvalid
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.ports import UpstreamReply
@@ -329,6 +330,7 @@ STEERING = {
     "custom_logit_processor": "x",
     "custom_params": {},
     "data_parallel_rank": 1,
+    "functions": [{"name": "f"}],
     "kv_transfer_params": {"do_remote_decode": True},
     "lora_path": "/etc",
     "priority": -1,
@@ -354,18 +356,40 @@ HARMLESS = {
 }
 
 
-async def test_a_field_that_steers_the_upstream_is_refused_by_name() -> None:
-    async with chatting() as (relay, upstream):
+def is_decisive(name: str) -> bool:
+    return name in DECISIVE and bool(STEERING[name])
+
+
+@pytest.mark.parametrize("setting", ["ignore", "reject"])
+async def test_a_field_that_steers_the_upstream_is_refused_by_name(setting: str) -> None:
+    async with chatting(unknown_fields=setting) as (relay, upstream):
         session = await open_session(relay.http)
         for name, value in STEERING.items():
-            refused = await relay.http.post(chat_path(session), json=said("Hi") | {name: value})
-            assert (refused.status_code, error_of(refused)["param"]) == (400, name)
-            assert "--forward-fields" in refused.text
+            if setting == "reject" or is_decisive(name):
+                refused = await relay.http.post(chat_path(session), json=said("Hi") | {name: value})
+                assert (refused.status_code, error_of(refused)["param"]) == (400, name)
+                assert "--forward-fields" in refused.text
         assert not upstream.requests
 
 
+async def test_an_unknown_field_that_changes_no_reply_never_reaches_the_upstream() -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        noise = {name: value for name, value in STEERING.items() if not is_decisive(name)}
+        assert noise.keys() >= {"priority", "cache_salt", "bootstrap_host", "rid", "colour"}
+        reply = await relay.http.post(chat_path(session), json=said("Hi", temperature=0.5, **noise))
+        assert reply.status_code == 200
+        (sent,) = chats_of(upstream)
+        assert sent["temperature"] == 0.5
+        assert not noise.keys() & sent.keys() - {"kv_transfer_params"}
+        (turn,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]
+        assert not noise.keys() & turn["request"].keys()
+
+
 async def test_fields_that_openai_clients_send_are_accepted_and_an_operator_may_allow_more() -> None:
-    async with chatting(forward_fields="priority, lora_path", upstream_extra='{"rid": "ours"}') as (relay, upstream):
+    async with chatting(
+        forward_fields="priority, lora_path", upstream_extra='{"rid": "ours"}', unknown_fields="reject"
+    ) as (relay, upstream):
         session = await open_session(relay.http)
         body = said("Hi", **HARMLESS)
         assert (await relay.http.post(chat_path(session), json=body)).status_code == 200

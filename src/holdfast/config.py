@@ -114,6 +114,12 @@ class ServeConfig:
     compat: str = option(
         "none", "error format and order of tool fields of another session server", choices=("none", "miles")
     )
+    unknown_fields: str = option(
+        "ignore",
+        "what happens to fields of a request or message that are unknown here: "
+        "left out and named in the response header Holdfast-Ignored-Fields (ignore), or 400 (reject)",
+        choices=("ignore", "reject"),
+    )
     backend: str = option("embedded", "where generation runs", choices=("embedded", "sglang", "vllm"))
     weight_version: str = option("", "version of the weights if the upstream reports none; can be changed later")
     pause_max_wait_s: float = option(60.0, "longest wait of a request while generation is paused, in seconds")
@@ -228,7 +234,9 @@ class UpstreamConfig:
     )
     passthrough: str = option("", "further upstream routes that sessions may call, METHOD:PATH, comma-separated")
     forward_fields: str = option(
-        "", "further request fields that sessions may send to the upstream, comma-separated; others are refused"
+        "",
+        "further request fields that sessions may send to the upstream, comma-separated; "
+        "others are left out, or refused if they change what is sampled",
     )
 
 

@@ -1,11 +1,19 @@
 """All Prometheus metrics of a server, on their own registry."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _PREFIX = "holdfast"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 _BATCH = (1, 2, 4, 8, 16, 32, 64)
+# Names that the metric of ignored fields tells apart; any other is "other", as clients may write what they like.
+_WELL_KNOWN = {
+    *("annotations", "cache_control", "extra_content", "provider_specific_fields", "reasoning_content"),
+    *("reasoning_details", "reasoning_effort", "signature", "thinking", "thinking_blocks", "verbosity"),
+    *("web_search_options", "prediction", "priority", "tools"),
+}
 
 
 class Metrics:
@@ -49,6 +57,7 @@ class Metrics:
         self.queue_depth = gauge("queue_depth", "requests that wait to be admitted")
         self.admission = counter("admission_total", "requests by what became of them at the entrance", "outcome")
         self.http_requests = counter("http_requests_total", "requests by route and status", "route", "status")
+        self.ignored_fields = counter("ignored_fields_total", "fields of requests that were left out", "field")
         self.http_duration = histogram("http_request_duration_seconds", "from request to last byte", _SECONDS)
         self.http_connections = gauge("http_connections", "open HTTP connections")
         self.http_connections_closed = counter(
@@ -60,6 +69,11 @@ class Metrics:
         self.upstream_requests = counter("upstream_requests_total", "requests to the upstream by result", "outcome")
         self.upstream_duration = histogram("upstream_duration_seconds", "from request to its whole reply", _SECONDS)
         self.event_loop_lag = histogram("event_loop_lag_seconds", "how late the event loop runs", _SECONDS)
+
+    def observe_ignored(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            name = path.rpartition(".")[2].partition("[")[0]
+            self.ignored_fields.labels(name if name in _WELL_KNOWN else "other").inc()
 
     def observe_upstream(self, outcome: str, duration_s: float) -> None:
         self.upstream_requests.labels(outcome).inc()

@@ -29,6 +29,13 @@ _WITHOUT_EFFECT = """
     stream stream_options user store metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier
     verbosity modalities truncation
 """
+# These change what is sampled: where they cannot be honoured they are refused, never left out.
+_CHANGES_REPLY = """
+    messages prompt audio functions function_call lora_path lora_name lora_id chat_template continue_final_message
+    kv_transfer_params custom_logit_processor custom_params logits_processors vllm_xargs session_params
+    truncate_prompt_tokens prompt_embeds input_embeds use_beam_search length_penalty
+"""
+DECISIVE = frozenset((_SAMPLING + _CONSTRAINTS + _CHANGES_REPLY).split())
 FORWARDED = frozenset((_OPENAI + _SAMPLING + _CONSTRAINTS + _REPLY).split())
 IGNORED = frozenset(_WITHOUT_EFFECT.split())
 _OURS = frozenset({"stream", "stream_options", "input_ids", "kv_transfer_params"})  # set by us, or not sent
@@ -43,12 +50,17 @@ def parse_fields(text: str) -> frozenset[str]:
     return FORWARDED | further
 
 
-def check_fields(body: Mapping[str, Any], forwarded: frozenset[str]) -> None:
-    """Raises InvalidArgument for a field that is neither forwarded nor without effect. null is the same as absent."""
-    for name, value in body.items():
-        if value is not None and name not in forwarded | IGNORED:
+def left_out(body: Mapping[str, Any], forwarded: frozenset[str], *, may_ignore: bool) -> list[str]:
+    """The fields that are neither forwarded nor without effect. null is the same as absent.
+
+    InvalidArgument for one that changes what is sampled and, unless they may be ignored, for any.
+    """
+    names = [name for name, value in body.items() if value is not None and name not in forwarded | IGNORED]
+    for name in names:
+        if not may_ignore or (name in DECISIVE and body[name]):
             raise InvalidArgument(
                 f"{name} is not a field that this server sends to its upstream; "
                 "leave it out, or start the server with it in --forward-fields",
                 param=name,
             )
+    return names

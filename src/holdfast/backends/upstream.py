@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.backends.fields import check_fields, parse_fields
+from holdfast.backends.fields import left_out, parse_fields
 from holdfast.backends.transport import RawResponse, Transport, affinity, client_headers, refusal
 from holdfast.backends.upstream_sequences import UpstreamSequences
 from holdfast.backends.validation import PAYLOADS, Asked, CheckedReply, decoded
@@ -90,8 +90,8 @@ class UpstreamBackend(UpstreamSequences):
     async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
         """The logprobs of the two likeliest next tokens, as the server returns them at `temperature`."""
 
-    def check_fields(self, body: Mapping[str, Any]) -> None:
-        check_fields(body, self._forwarded)
+    def left_out(self, body: Mapping[str, Any], *, may_ignore: bool) -> list[str]:
+        return left_out(body, self._forwarded, may_ignore=may_ignore)
 
     async def complete(
         self,

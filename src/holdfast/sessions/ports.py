@@ -160,8 +160,8 @@ class UpstreamReply:
 class ChatUpstream(Protocol):
     """A chat server that takes token ids for the prompt and tells the ids that it sampled."""
 
-    def check_fields(self, body: Mapping[str, Any]) -> None:
-        """Raises InvalidArgument for a field that clients may not send to this upstream."""
+    def left_out(self, body: Mapping[str, Any], *, may_ignore: bool) -> list[str]:
+        """The fields that this upstream does not get. Raises InvalidArgument for one that must not be ignored."""
 
     async def complete(
         self, body: Mapping[str, Any], input_ids: Sequence[int], *, session_id: str, known: Mapping[str, int]

@@ -61,10 +61,11 @@ def _chat_routes(
     runtime = setup.runtime
     rules: dict[str, Any] = {
         "as_sglang": config.compat == "miles",
+        "may_ignore": config.unknown_fields == "ignore",
         "times": StreamTimes(config.stream_stall_s, config.stream_ping_s),
     }
     replies, store = StatelessReplies(runtime, setup.admission), ResponseStore()
-    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, store=store, **rules)
+    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, runtime.metrics, store=store, **rules)
     sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, **rules)
     kept, recorded = StatelessResponses(store), SessionResponses(chats)
     by_header = NamedSessions(chats, config)

@@ -1,14 +1,15 @@
 """Request bodies to calls: decoded by type, then sampling parameters, prompts, tools and grammars.
 
-A body that does not fit its type is refused by the path of the field that is wrong.
+A body that does not fit its type is refused by the path of the field that is wrong. Fields that its type does not have
+are left out and named, or refused as well, as the server is set.
 """
 
-import asyncio
 import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -16,9 +17,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import fields
 
+from holdfast.backends.fields import DECISIVE
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.grammar import Compilation
-from holdfast.chat.messages import read_messages
+from holdfast.chat.messages import MAX_IGNORED, IgnoredFields, read_messages
 from holdfast.chat.template import RESERVED
 from holdfast.chats.events import ChatRequest
 from holdfast.chats.turn import check_fits, run_off_loop
@@ -30,7 +32,7 @@ from holdfast.sessions.record import may_overflow
 
 T = TypeVar("T")
 
-_LARGE = 256 << 10  # bytes; larger bodies are decoded in a thread
+_LARGE = 256 << 10  # bytes; the values of larger bodies are counted before they are decoded
 _SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is wrong
 _MAX_PLAIN = 8 << 20  # bytes of a body that is no chat
 _MAX_COMMAS = 2_000_000
@@ -55,7 +57,7 @@ async def chat_request(
     callable_tools = _callable(body, tools)
     compilation = await run_off_loop(lambda: _compilation(body, callable_tools, chat), num_bytes)
     return ChatRequest(
-        messages=await run_off_loop(lambda: read_messages(body.messages), num_bytes),
+        messages=body.messages,
         params=sampling_params(
             body,
             model,
@@ -79,7 +81,7 @@ def relayed_request(
 ) -> ChatRequest:
     """What is asked of a turn that an upstream samples: how, is for it to read in `fields`."""
     return ChatRequest(
-        messages=read_messages(body.messages),
+        messages=body.messages,
         params=SamplingParams(seed=0),
         tools=_tools(fields, as_sglang=as_sglang),
         variables=_variables(body.chat_template_kwargs or {}, chat),
@@ -286,32 +288,91 @@ def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Decoded(Generic[T]):
+    """A body by type, the messages of a chat in normal form.
+
+    `fields` are its fields as they came, less those that are ignored; `ignored` are the paths of those.
+    """
+
     body: T
     fields: dict[str, Any]
     ignored: tuple[str, ...] = ()
 
+    def without(self, names: Sequence[str]) -> "Decoded[T]":
+        """The same, with these fields ignored too."""
+        if not names:
+            return self
+        kept = {name: value for name, value in self.fields.items() if name not in names}
+        return Decoded(self.body, kept, (*self.ignored, *names)[:MAX_IGNORED])
 
-def convert_chat(fields: dict[str, Any], kind: type[T], *, may_ignore: bool, num_bytes: int = 0) -> Decoded[T]:
-    try:
-        return Decoded(msgspec.convert(fields, kind), fields)
-    except msgspec.ValidationError as exc:
-        raise _refusal(fields, kind, "") from exc
 
-
-async def decode_chat(body: bytes, kind: type[T], *, may_ignore: bool) -> Decoded[T]:
-    """The body as `kind`, and its fields as they came. A large one is decoded in a thread."""
-    _check_values(body)
+async def decode_chat(raw: bytes, kind: type[T], *, may_ignore: bool) -> Decoded[T]:
+    """The body as `kind`, without unknown fields where these may be ignored. A large one is decoded in a thread."""
+    _check_values(raw)
 
     def decoded() -> Decoded[T]:
         try:
-            fields = msgspec.json.decode(body)
-            return Decoded(msgspec.convert(fields, kind), fields)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as exc:
-            raise _decode_error(body, kind, exc) from exc
+            fields = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise _decode_error(raw, kind, exc) from exc
         except RecursionError as exc:
             raise InvalidArgument("the request body is nested too deeply") from exc
+        return convert_chat(fields, kind, may_ignore=may_ignore, num_bytes=len(raw))
 
-    return decoded() if len(body) < _LARGE else await asyncio.to_thread(decoded)
+    return await run_off_loop(decoded, len(raw))
+
+
+def convert_chat(fields: dict[str, Any], kind: type[T], *, may_ignore: bool, num_bytes: int = 0) -> Decoded[T]:
+    """As `decode_chat`, for a body that is decoded already, or translated from another API. `fields` do not change."""
+    ignored = IgnoredFields() if may_ignore else None
+    try:
+        try:
+            body = msgspec.convert(fields, kind)
+        except msgspec.ValidationError:
+            if ignored is None:
+                raise
+            fields = _known(fields, kind, "", ignored)
+            body = msgspec.convert(fields, kind)
+        if isinstance(body, RelayedChat) and ignored and body.tools and not _fits(body.tools, list[Tool]):
+            fields = fields | {"tools": _known(body.tools, list[Tool], "tools", ignored)}
+        if isinstance(body, ChatCompletion | RelayedChat):
+            body.messages = read_messages(body.messages, ignored=ignored)
+    except msgspec.ValidationError as exc:
+        if num_bytes >= _SMALL:
+            raise InvalidArgument(f"the request body is not valid: {exc}") from exc
+        raise _refusal(fields, kind, "") from exc
+    except RecursionError as exc:
+        raise InvalidArgument("the request body is nested too deeply") from exc
+    return Decoded(body, fields, tuple(ignored.paths) if ignored else ())
+
+
+def _known(value: Any, kind: Any, path: str, ignored: IgnoredFields) -> Any:
+    """`value` without the fields that `kind` does not have, as far down as its types go. null is the same as absent."""
+    for choice in _choices(kind):
+        if isinstance(value, dict) and isinstance(choice, type) and issubclass(choice, Struct):
+            return _known_fields(value, choice, f"{path}." if path else "", ignored)
+        if isinstance(value, list) and get_origin(choice) is list:
+            (item_kind,) = get_args(choice)
+            return [_known(item, item_kind, f"{path}[{index}]", ignored) for index, item in enumerate(value)]
+    return value
+
+
+def _known_fields(value: dict[str, Any], kind: type[Struct], within: str, ignored: IgnoredFields) -> dict[str, Any]:
+    hints, known = _hints(kind), {}
+    for name, item in value.items():
+        if name in hints:
+            known[name] = _known(item, hints[name], within + name, ignored)
+        elif not kind.__struct_config__.forbid_unknown_fields:
+            known[name] = item
+        elif not within and name in DECISIVE and item:
+            raise InvalidArgument(f"{name} is not supported here", param=name)
+        elif item is not None:
+            ignored.add(within + name)
+    return known
+
+
+@cache
+def _hints(kind: type[Struct]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _check_values(body: bytes) -> None:
@@ -364,7 +425,7 @@ def _refusal(value: Any, kind: Any, path: str) -> InvalidArgument:
 
 
 def _field_refusal(value: dict[str, Any], kind: type[Struct], path: str) -> InvalidArgument:
-    hints, within = get_type_hints(kind, include_extras=True), f"{path}." if path else ""
+    hints, within = _hints(kind), f"{path}." if path else ""
     for name, item in value.items():
         where = within + name
         if name not in hints:

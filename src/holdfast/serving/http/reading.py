@@ -1,7 +1,7 @@
 """A request for a chat in any dialect, as a chat completion request by type: what both kinds of routes begin with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +31,10 @@ class ChatCall(Generic[T]):
     translated: Translated
     dialect: Dialect
     raw: bytes
+
+    def without(self, names: Sequence[str]) -> "ChatCall[T]":
+        """The same, with these fields ignored too."""
+        return replace(self, decoded=self.decoded.without(names))
 
     @property
     def body(self) -> T:

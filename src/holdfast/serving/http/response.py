@@ -21,6 +21,7 @@ from holdfast.chats.events import TurnEvent, TurnResponse, TurnStarted
 from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import NumberedEvent
 from holdfast.generation import Constraint
+from holdfast.metrics import Metrics
 from holdfast.serving.http.dialects.base import ReplyFormat, StreamEncoder
 from holdfast.serving.http.error_response import RefusedByUpstream, told
 from holdfast.serving.http.render import ChatWriter, Writer
@@ -62,8 +63,9 @@ def compiled_for(request: Request, grammars: GrammarQueue) -> Callable[[Compilat
     return lambda compilation: unless_disconnected(request.receive, grammars.compiled(owner, compilation))
 
 
-def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that names the ignored fields, as many as fit."""
+def ignored_header(ignored: Sequence[str], metrics: Metrics) -> dict[str, str]:
+    """The header that names the ignored fields, as many as fit. They are counted."""
+    metrics.observe_ignored(ignored)
     names, num_characters = [], 0
     for path in ignored:
         name = "".join(c if "!" <= c <= "~" and c != "," else "?" for c in path)

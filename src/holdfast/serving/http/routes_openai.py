@@ -14,6 +14,7 @@ from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import ModelNotFound
 from holdfast.serving.http.dialects.chat import ChatReplies
+from holdfast.metrics import Metrics
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import chat_request, checked_ids, decode_chat, prompts, sampling_params, stop_strings
 from holdfast.serving.http.reading import ChatCall, read_chat
@@ -32,6 +33,7 @@ class OpenAIRoutes:
         model: ModelInfo,
         replies: StatelessReplies,
         grammars: GrammarQueue,
+        metrics: Metrics,
         *,
         store: ResponseStore,
         times: StreamTimes,
@@ -42,6 +44,7 @@ class OpenAIRoutes:
         self._as_sglang = as_sglang
         self._may_ignore = may_ignore
         self._grammars = grammars
+        self._metrics = metrics
         self._model = model
         self._replies = replies
         self._store = store
@@ -85,7 +88,7 @@ class OpenAIRoutes:
             is_stream=bool(body.stream),
             with_usage=call.with_usage,
             times=self._times,
-            headers=ignored_header(call.ignored),
+            headers=ignored_header(call.ignored, self._metrics),
         )
 
     async def count_tokens(self, request: Request) -> Response:
@@ -93,7 +96,7 @@ class OpenAIRoutes:
         call, chat_body = await self._read(request)
         given = (chat_body.messages, chat_body.tools, chat_body.variables)
         prompt = await run_off_loop(partial(self._chat.continuation.first, *given), len(call.raw))
-        return JSONResponse({"input_tokens": len(prompt.ids)}, headers=ignored_header(call.ignored))
+        return JSONResponse({"input_tokens": len(prompt.ids)}, headers=ignored_header(call.ignored, self._metrics))
 
     async def _read(self, request: Request) -> tuple[ChatCall[ChatCompletion], ChatRequest]:
         earlier = partial(kept_messages, self._store, owner_of(request))
@@ -136,7 +139,7 @@ class OpenAIRoutes:
             is_stream=bool(body.stream),
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
             times=self._times,
-            headers=ignored_header(decoded.ignored),
+            headers=ignored_header(decoded.ignored, self._metrics),
         )
 
     async def models(self, request: Request) -> Response:

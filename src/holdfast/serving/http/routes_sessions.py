@@ -110,6 +110,8 @@ class SessionRoutes:
         trajectory = self._chats.get(session_id, owner)  # an unknown session is reported before a malformed body
         kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
         call = await read_chat(request, kind, partial(recorded_messages, trajectory), may_ignore=self._may_ignore)
+        if self._upstream:
+            call = call.without(self._upstream.left_out(call.decoded.fields, may_ignore=self._may_ignore))
         writer = call.writer(self._runtime.model, self._chats.setup.chat.tokenizer)
         names = {CONVERSATION: call.translated.conversation} if call.translated.conversation else {}
         turn_request = TurnRequest(
@@ -129,7 +131,7 @@ class SessionRoutes:
             id_of=lambda number: trajectory.tree.nodes[number - 1].turn.facts.response_id,
             with_usage=call.with_usage,
             times=self._times,
-            headers=ignored_header(call.ignored),
+            headers=ignored_header(call.ignored, self._runtime.metrics),
         )
         try:
             return await responder.respond(request, is_stream=bool(call.body.stream))
@@ -155,8 +157,6 @@ class SessionRoutes:
                 num_bytes=len(call.raw),
                 as_sglang=self._as_sglang,
             )
-        assert self._upstream is not None
-        self._upstream.check_fields(call.decoded.fields)
         relayed = partial(relayed_request, body, chat, fields=call.decoded.fields, num_bytes=len(call.raw))
         return await run_off_loop(partial(relayed, as_sglang=self._as_sglang), len(call.raw))
 

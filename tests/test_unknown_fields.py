@@ -1,0 +1,131 @@
+"""Fields that agents send and that mean nothing here: left out and named, or refused, as the server is set."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.chat.messages import MAX_IGNORED, IgnoredFields, read_messages
+from holdfast.errors import InvalidArgument
+from holdfast.serving.http.parse import convert_chat, decode_chat
+from holdfast.serving.http.schema import ChatCompletion, Completion, RelayedChat
+from tests.serving import default_chat, serving, wordy_engine
+from tests.talking import chat_path, error_of, open_session, said
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x-note": "stays"}}}
+NOISY: list[dict[str, Any]] = [
+    {"role": "system", "content": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "user", "content": "Hi", "provider_specific_fields": None},
+    {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "provider_specific_fields": {"a": 1},
+        "thinking_blocks": [{"type": "thinking"}],
+        "reasoning_details": [{"text": "Hm"}],
+        "tool_calls": [{**CALL, "function": {**CALL["function"], "extra": 1}, "extra_content": {"google": {}}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "4", "cache_control": {}},
+]
+PLAIN = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4", "tool_call_id": "c"},
+]
+PATHS = [
+    "messages[0].content[0].cache_control",
+    "messages[2].provider_specific_fields",
+    "messages[2].thinking_blocks",
+    "messages[2].reasoning_details",
+    "messages[2].tool_calls[0].extra_content",
+    "messages[2].tool_calls[0].function.extra",
+    "messages[3].cache_control",
+]
+
+
+def test_unknown_fields_of_messages_parts_and_calls_are_left_out_and_named_by_path() -> None:
+    ignored = IgnoredFields()
+    assert read_messages(NOISY, ignored=ignored) == PLAIN
+    assert ignored.paths == PATHS
+    with pytest.raises(InvalidArgument) as caught:
+        read_messages(NOISY)
+    assert caught.value.param == PATHS[0]
+
+
+@pytest.mark.parametrize("field", ["refusal", "audio", "function_call", "images", "file"])
+def test_content_that_cannot_be_rendered_is_refused_and_never_left_out(field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_messages([{"role": "assistant", "content": "x", field: "y"}], ignored=IgnoredFields())
+    assert caught.value.param == f"messages[0].{field}"
+
+
+def test_no_more_than_a_few_names_are_collected_and_none_is_long() -> None:
+    ignored = IgnoredFields()
+    read_messages([{"role": "user", "content": "x", "n" * 1000: 1}] * 1000, ignored=ignored)
+    assert len(ignored.paths) == MAX_IGNORED
+    assert max(map(len, ignored.paths)) <= 200
+
+
+def test_a_function_message_is_a_tool_message_and_a_custom_call_a_function_call() -> None:
+    custom = {"id": "c", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
+    messages = read_messages(
+        [{"role": "assistant", "tool_calls": [custom]}, {"role": "function", "name": "shell", "content": "a b"}]
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "shell", "arguments": '{"input": "ls"}'}}
+    assert messages == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "a b", "name": "shell"},
+    ]
+
+
+@pytest.mark.parametrize("kind", [ChatCompletion, RelayedChat])
+async def test_a_body_is_read_without_the_fields_that_its_type_does_not_have(kind: Any) -> None:
+    tool = {**TOOL, "cache_control": {}, "function": {**TOOL["function"], "deferred": True}}
+    raw = {
+        "messages": NOISY,
+        "tools": [TOOL | {"function": {"name": "g"}}, tool],
+        "stream": True,
+        "stream_options": {"x": 1},
+    }
+    decoded = await decode_chat(json.dumps(raw).encode(), kind, may_ignore=True)
+    assert decoded.body.messages == PLAIN
+    assert decoded.fields["tools"] == [{"type": "function", "function": {"name": "g"}}, TOOL]
+    assert set(decoded.ignored) == {*PATHS, "stream_options.x", "tools[1].cache_control", "tools[1].function.deferred"}
+
+
+def test_top_level_fields_leave_what_is_recorded_and_null_is_not_named() -> None:
+    given = said("Hi", wishes=3, store=None, colour=None)
+    decoded = convert_chat(given, ChatCompletion, may_ignore=True)
+    assert decoded.ignored == ("wishes",)
+    assert decoded.fields == said("Hi", store=None)
+    assert given["wishes"] == 3
+    assert convert_chat({"prompt": "a", "wishes": 3}, Completion, may_ignore=True).ignored == ("wishes",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"wishes": 3}, "wishes"),
+        ({"a\nb": 3}, "a\nb"),
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"messages": [{"role": "user", "content": "hi", "x": 1}]}, "messages[0].x"),
+        ({"tools": [{**TOOL, "cache_control": {}}]}, "tools[0].cache_control"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["ignore", "reject"])
+async def test_the_server_ignores_or_rejects_as_it_is_set(setting: str, fields: dict[str, Any], param: str) -> None:
+    async with (
+        serving(wordy_engine(forward_s=0), default_chat(), unknown_fields=setting) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http}") as client,
+    ):
+        session = await open_session(client)
+        for path in ("/v1/chat/completions", chat_path(session)):
+            reply = await client.post(path, json=said("hi") | fields)
+            if setting == "ignore":
+                assert reply.status_code == 200, reply.text
+            else:
+                assert (reply.status_code, error_of(reply)["param"]) == (400, param)
