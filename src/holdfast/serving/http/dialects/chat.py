@@ -78,7 +78,7 @@ class ChunkEncoder:
             message: dict[str, Any] = msgspec.json.decode(choice["message"], type=dict[str, msgspec.Raw])
             calls = msgspec.json.decode(message.get("tool_calls", b"null"), type=list[dict[str, msgspec.Raw]] | None)
             if calls:
-                message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+                message["tool_calls"] = [{**call, "index": index} for index, call in enumerate(calls)]
             choices.append({key: value for key, value in choice.items() if key != "message"} | {"delta": message})
         return sse(reply | {"object": "chat.completion.chunk", "choices": choices}) + DONE
 
