@@ -51,6 +51,8 @@ class Command:
 class Agent:
     """`packages`: pinned, each NAME@VERSION for npm or NAME==VERSION for pip. `commands` run one after the other.
 
+    `wheels`: what a pip agent installs by itself during a run, which has no network; they come to the folder `wheels`.
+
     `commands` may write files to the place's home and work directories.
     """
 
@@ -62,6 +64,7 @@ class Agent:
     commands: Callable[[Place], Sequence[Command]]
     script: Script = by_plan
     limit_s: int = 300
+    wheels: Sequence[str] = ()
 
 
 def agents_folder() -> Path:
@@ -82,7 +85,10 @@ def install(agent: Agent) -> None:
     if agent.kind == "pip":
         if not (prefix / "bin/python").exists():
             subprocess.run([sys.executable, "-m", "venv", str(prefix)], check=True)
-        subprocess.run([str(prefix / "bin/python"), "-m", "pip", "install", "-q", *agent.packages], check=True)
+        pip = [str(prefix / "bin/python"), "-m", "pip"]
+        subprocess.run([*pip, "install", "-q", *agent.packages], check=True)
+        if agent.wheels:
+            subprocess.run([*pip, "download", "-q", "-d", str(prefix / "wheels"), *agent.wheels], check=True)
         return
     npm = ["npm", "install", "--no-audit", "--no-fund", "--prefix"]
     if _node_version() < OLDEST_NODE:

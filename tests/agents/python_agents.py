@@ -47,6 +47,17 @@ def _program(name: str) -> Callable[[Place], Sequence[Command]]:
     return commands
 
 
+def _verifiers(place: Place) -> Sequence[Command]:
+    """Its own agent installs packages with uv: from an index of the wheels that were installed with it."""
+    index = place.home / "index"
+    for wheel in sorted((place.prefix / "wheels").glob("*.whl")):
+        page = index / wheel.name.partition("-")[0].replace("_", "-").lower() / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(f'<a href="{wheel.as_uri()}">{wheel.name}</a>')
+    commands = _program("verifiers_agent")(place)
+    return [dataclasses.replace(one, env={**one.env, "UV_DEFAULT_INDEX": index.as_uri()}) for one in commands]
+
+
 def _mini(place: Place) -> Sequence[Command]:
     variant, inner = _split(place)
     env = _env(place) | {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
@@ -89,9 +100,17 @@ LOOP = ("steps", "parallel")
 
 
 def _agent(
-    name: str, packages: Sequence[str], dialect: str, scenarios: Sequence[str], script: Script = with_helpers
+    name: str,
+    packages: Sequence[str],
+    dialect: str,
+    scenarios: Sequence[str],
+    script: Script = with_helpers,
+    *,
+    wheels: Sequence[str] = (),
 ) -> Agent:
-    commands = {"aider": _aider, "mini-swe-agent": _mini}.get(name) or _program(f"{name.replace('-', '_')}_agent")
+    commands = {"aider": _aider, "mini-swe-agent": _mini, "verifiers": _verifiers}.get(name) or _program(
+        f"{name.replace('-', '_')}_agent"
+    )
     return Agent(
         name=name,
         kind="pip",
@@ -100,6 +119,7 @@ def _agent(
         scenarios=scenarios,
         commands=commands,
         script=script,
+        wheels=wheels,
     )
 
 
@@ -162,6 +182,13 @@ PYTHON_AGENTS = (
             LOOP,
             "messages:slow",
         ),
+    ),
+    _agent(
+        "verifiers",
+        ["verifiers==0.4.0", "uv==0.13.7", "anthropic==2.8.0"],
+        "chat, messages, responses",
+        _scenarios(["bash", "chat", "responses", "previous", "loop"], LOOP, "bash:slow"),
+        wheels=["openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
     ),
     _agent(
         "anthropic",

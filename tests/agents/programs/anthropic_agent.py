@@ -1,4 +1,4 @@
-"""The `anthropic` package: `runner` (its tool runner), `runner-stream`, `loop` (messages.stream and tool results by hand)."""
+"""The `anthropic` package: `runner` (its tool runner), `runner-stream`, `loop` (messages.stream, results by hand)."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""LangGraph. Variants: an API (`chat`, `responses`), then any of `stream`, `previous` (previous_response_id), `team` (two
-agents side by side before the main one), joined by `-`."""
+"""LangGraph. Variants: an API (`chat`, `responses`), then any of `stream`, `previous` (previous_response_id) and `team`
+(two agents side by side before the main one), joined by `-`."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""A tool loop on the `openai` package: `chat`, `chat-stream` (its helper), `responses` (whole history), `responses-stream`,
-`previous` (previous_response_id), `conversation`."""
+"""A tool loop on the `openai` package: `chat`, `chat-stream` (its helper), `responses` (the whole history),
+`responses-stream`, `previous` (previous_response_id), `conversation`."""
 
 import json
 from typing import Any

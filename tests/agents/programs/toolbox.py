@@ -1,4 +1,4 @@
-"""What the programs share: the model and task of this run, and the one tool that the agents have. Standard library only."""
+"""What the programs share: the model and task of the run, and the tool that agents have. Only the standard library."""
 
 import os
 import subprocess
