@@ -39,12 +39,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`env` comes on top of the few variables that every run has. `says`: what its output must contain, if anything."""
+    """`env` comes on top of the few variables that every run has. `says`: what its output must contain, if anything.
+
+    `typed`: runs in a terminal, where these are typed, each with Enter: the first when `says` was shown, the next ones
+    a moment later.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     stdin: str = ""
     says: str = ""
+    typed: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,7 @@ class Agent:
     scenarios: Sequence[str]
     commands: Callable[[Place], Sequence[Command]]
     script: Script = by_plan
-    limit_s: int = 300
+    limit_s: int = 240
     wheels: Sequence[str] = ()
 
 

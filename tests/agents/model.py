@@ -1,6 +1,7 @@
 """A scripted model behind SGLang's API: a script decides what it says, and every exchange is logged as token ids."""
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,6 @@ class ScriptedModel(FakeSGLang):
         self.log = log
         self.exchanges: list[Json] = []
         self._tokenizer = qwen3().tokenizer
-        self._num_calls = 0
 
     async def _chat(self, request: Json, reply: FakeReply) -> None:
         self._check_chat(request, reply)
@@ -70,9 +70,8 @@ class ScriptedModel(FakeSGLang):
         await asyncio.sleep(said.wait_s)
         if reply.request.headers.get("x-smg-routing-key") != "holdfast-probe":
             self._note(request, prompt, ids, started)
-        await reply.send(
-            self._completion(prompt, ids, said, {"type": "length", "length": limit} if is_cut else ended_by)
-        )
+        finish = {"type": "length", "length": limit} if is_cut else ended_by
+        await reply.send(self._completion(request["messages"], prompt, ids, said, finish))
 
     def _written(self, said: Reply, stop: Any) -> tuple[Reply, list[int], Json]:
         """The reply without what begins with a stop string, its tokens with that string, and what has ended it."""
@@ -92,10 +91,10 @@ class ScriptedModel(FakeSGLang):
             with self.log.open("a") as stream:
                 stream.write(json.dumps(self.exchanges[-1]) + "\n")
 
-    def _completion(self, prompt: list[int], ids: list[int], said: Reply, finish: Json) -> Json:
+    def _completion(self, messages: list[Json], prompt: list[int], ids: list[int], said: Reply, finish: Json) -> Json:
         text = self._tokenizer.decode(ids, skip_special=True)
         message: Json = {"role": "assistant", "content": said.content, "reasoning_content": said.reasoning or None}
-        message["tool_calls"] = [self._call(call) for call in said.calls] or None
+        message["tool_calls"] = [_call(call, messages, at) for at, call in enumerate(said.calls)] or None
         if finish["type"] == "length":  # a server that parses replies finds neither reasoning nor a call that is over
             message |= {"content": text, "reasoning_content": None, "tool_calls": None}
         entries = [[-(1 + (at * 37 + token) % 100) / 64, token, None] for at, token in enumerate(ids)]
@@ -110,10 +109,21 @@ class ScriptedModel(FakeSGLang):
         about = {"id": f"chat-{len(self.exchanges)}", "object": "chat.completion", "created": 1, "model": "scripted"}
         return about | {"choices": [choice], "usage": counts | {"total_tokens": len(prompt) + len(ids)}}
 
-    def _call(self, call: Call) -> Json:
-        self._num_calls += 1
-        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        return {"id": f"call_{self._num_calls:08d}", "type": "function", "index": None, "function": function}
+
+def text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+
+
+def _call(call: Call, messages: list[Json], at: int) -> Json:
+    """The id depends only on what a recording keeps, so that the same recording gets the same ids again."""
+    plans = [line for m in messages if m["role"] == "user" for line in text_of(m).splitlines() if "[[" in line]
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    key = json.dumps([len(messages), at, plans, call.name]).encode()
+    call_id = f"call_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+    return {"id": call_id, "type": "function", "index": None, "function": function}
 
 
 def model_folder(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tests.agents.agent import Agent, Command, Place
 from tests.agents.scripts import FINAL
@@ -38,6 +39,20 @@ def _claude_code(place: Place) -> Sequence[Command]:
     if place.scenario == "compaction":
         env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = "60000"
     base = ["claude", "--dangerously-skip-permissions", "-p"]
+    if place.scenario == "title":  # only an interactive session has one
+        seen = {"hasTrustDialogAccepted": True, "hasCompletedProjectOnboarding": True}
+        known = {
+            "hasCompletedOnboarding": True,
+            "theme": "dark",
+            "bypassPermissionsModeAccepted": True,
+            "customApiKeyResponses": {"approved": [place.key[-20:]], "rejected": []},
+            "projects": {str(place.work): seen},
+        }
+        (place.home / ".claude.json").write_text(json.dumps(known))
+        return [
+            Command(argv=[*base[:-1], prompt], env=env | {"TERM": "xterm"}, says=FINAL, typed=["/exit"])
+            for prompt in prompts_for(place)
+        ]
     return [
         Command(argv=[*base, prompt, *(["--continue"] if at else [])], env=env, says=FINAL)
         for at, prompt in enumerate(prompts_for(place))
@@ -86,7 +101,12 @@ def _opencode(place: Place) -> Sequence[Command]:
 def _qwen_code(place: Place) -> Sequence[Command]:
     folder = place.home / ".qwen"
     folder.mkdir(exist_ok=True)
-    settings = {"privacy": {"usageStatisticsEnabled": False}, "general": {"disableAutoUpdate": True}}
+    settings: dict[str, Any] = {
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"disableAutoUpdate": True},
+    }
+    if place.scenario == "compaction":
+        settings["model"] = {"generationConfig": {"contextWindowSize": 60_000}}
     (folder / "settings.json").write_text(json.dumps(settings))
     env = {"OPENAI_API_KEY": place.key, "OPENAI_BASE_URL": place.v1, "OPENAI_MODEL": place.model}
     return [

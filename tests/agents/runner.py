@@ -2,12 +2,17 @@
 
 import asyncio
 import collections
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,6 +26,7 @@ from holdfast import errors
 from tests.agents.agent import Agent, Command, Place, agents_folder, search_path
 from tests.agents.door import Door
 from tests.agents.model import ScriptedModel, model_folder
+from tests.agents.recording import write_recording
 
 REPOSITORY = Path(__file__).parents[2]
 _LEAST_LEAVES = {"subagents": 3, "compaction": 2}
@@ -85,8 +91,6 @@ async def run(
         samples = await _json(client, "POST", f"{one}/samples", {"format": "json", "branch": "all"})
     (folder / "session.json").write_text(json.dumps(state))
     (folder / "samples.json").write_text(json.dumps(samples))
-    if record:
-        record.write_text(json.dumps(door.turns, indent=1))  # noqa: ASYNC240 - nothing else runs
     checks += [
         _all_recorded(door, state),
         _same_ids(model, state),
@@ -98,7 +102,7 @@ async def run(
     for check in checks:
         print(f"{'ok  ' if check.is_ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
     tree = state["metadata"]["tree"]
-    return {
+    result = {
         "agent": agent.name,
         "packages": list(agent.packages),
         "scenario": scenario,
@@ -112,10 +116,13 @@ async def run(
         "roots": sum(not turn["parent"] for turn in tree),
         "leaves": _num_leaves(tree),
         "samples": len(samples["samples"]),
-        "edited": sum(bool(turn.get("is_edited") or turn.get("edited")) for turn in tree),
+        "edited": sum(bool(turn.get("edited")) for turn in tree),
         "most_at_once": _most_at_once(door.turns),
         "first_prompt_tokens": len(model.exchanges[0]["input_ids"]) if model.exchanges else 0,
     }
+    if record:
+        write_recording(record, result, door.turns, folder)
+    return result
 
 
 @asynccontextmanager
@@ -188,27 +195,54 @@ async def _ran(command: Command, place: Place, folder: Path, limit_s: int) -> Ch
     }
     env |= {name.upper(): value for name, value in env.items() if name.endswith("proxy")} | dict(command.env)
     number = len(list(folder.glob("output.*")))  # noqa: ASYNC240
+    terminal, end = pty.openpty() if command.typed else (None, None)
     with (folder / f"output.{number}").open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *command.argv,
             env=env,
             cwd=place.work,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=output,
+            stdin=asyncio.subprocess.PIPE if end is None else end,
+            stdout=output if end is None else end,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
+        if terminal is not None and end is not None:
+            os.close(end)
+            threading.Thread(target=_type, args=(terminal, command, output)).start()
         try:
-            await asyncio.wait_for(process.communicate(command.stdin.encode()), limit_s)
+            await asyncio.wait_for(process.communicate(command.stdin.encode() or None), limit_s)
             code = f"{process.returncode}"
         except TimeoutError:
             code = f"none within {limit_s} s"
         finally:
             _end_group(process.pid)
-    said = (folder / f"output.{number}").read_text(errors="replace")
-    is_ok = code == "0" and command.says in said
-    detail = "" if command.says in said else f", and its output lacks {command.says!r}"
+    said = (folder / f"output.{number}").read_bytes()
+    is_said = _plain(command.says.encode()) in _plain(said)
+    is_ok = code == "0" and is_said
+    detail = "" if is_said else f", and its output lacks {command.says!r}"
     return Check(f"exit code of command {number + 1}", is_ok, code + detail + ("" if is_ok else f": {said[-600:]!r}"))
+
+
+def _plain(shown: bytes) -> bytes:
+    """Without control sequences and white space, which terminals treat as they like."""
+    return re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]|\s", b"", shown)
+
+
+def _type(terminal: int, command: Command, output: Any) -> None:
+    """Copies what the terminal shows until the program closes it, and types what the command says. A thread."""
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    shown, waiting = b"", list(command.typed)
+    with suppress(OSError, ValueError):  # the program has ended
+        while piece := os.read(terminal, 65536):
+            output.write(piece)
+            output.flush()
+            shown += piece
+            if waiting and _plain(command.says.encode()) in _plain(shown):
+                time.sleep(1)
+                os.write(terminal, waiting.pop(0).encode())
+                time.sleep(0.5)
+                os.write(terminal, b"\r")
+    os.close(terminal)
 
 
 def _end_group(pid: int) -> None:

@@ -1,16 +1,17 @@
 """What the scripted model says. The user's prompt has the plan, such as `[[steps 12]]`, so a script needs no state."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.agents.model import Call, Reply
+from tests.agents.model import Call, Reply, text_of
 
 Json = dict[str, Any]
 
 FINAL = "ALL STEPS ARE DONE"
 _PLAN = re.compile(r"\[\[(steps|parallel|subagents|slow|big|text)(?: (\d+))?\]\]")
+_SUMMARY_BEGIN = "The user asked for steps, and some of them are done."
 _SHELL = re.compile(r"^(bash|shell|exec_command|shell_command|run_shell_command|local_shell)$", re.IGNORECASE)
 _SUBAGENT = re.compile(r"^(task|agent|(\w+__|\w+\.)?spawn_agent)$", re.IGNORECASE)
 _WAIT = re.compile(r"^(\w+__|\w+\.)?wait(_agent)?$", re.IGNORECASE)
@@ -30,17 +31,12 @@ class Plan:
     num_done: int
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-
-
 def plan_of(messages: Sequence[Json]) -> Plan:
-    """The last plan that a user gave; without one, a text and nothing else."""
+    """The last plan that a user gave, or a summary repeats; without one, a text and nothing else."""
     for at in range(len(messages) - 1, -1, -1):
-        if messages[at]["role"] == "user" and (found := _PLAN.findall(text_of(messages[at]))):
+        text = text_of(messages[at])
+        is_said = messages[at]["role"] == "user" or _SUMMARY_BEGIN in text
+        if is_said and (found := _PLAN.findall(text)):
             kind, number = found[-1]
             return Plan(kind, int(number or 0), sum(m["role"] == "assistant" for m in messages[at + 1 :]))
     return Plan("text", 0, 0)
@@ -51,7 +47,8 @@ def by_plan(messages: list[Json], tools: list[Json]) -> Reply:
     plan = plan_of(messages)
     if is_summary(messages):
         rest = f"[[steps {max(1, plan.number - plan.num_done)}]]" if plan.kind in ("steps", "big") else "[[text]]"
-        return Reply(content=f"<summary>The user asked for steps, and some are done. What is left: {rest}</summary>")
+        tag = "state_snapshot" if "state_snapshot" in text_of(messages[-1]) else "summary"
+        return Reply(content=f"<{tag}>{_SUMMARY_BEGIN} What is left: {rest}</{tag}>")
     if not tools:
         return helper_reply(messages)
     return _subagents(plan, messages, tools) if plan.kind == "subagents" else _step(plan, tools)
@@ -61,6 +58,11 @@ def is_summary(messages: Sequence[Json]) -> bool:
     """Whether the last message asks for a summary that replaces the conversation."""
     last = messages[-1]
     return last["role"] == "user" and not _PLAN.search(text_of(last)) and bool(_SUMMARY.search(text_of(last)))
+
+
+def is_plan_or_summary(text: str) -> bool:
+    """Whether a script looks for something in the text."""
+    return bool(_PLAN.search(text) or _SUMMARY.search(text))
 
 
 def helper_reply(messages: Sequence[Json]) -> Reply:
@@ -107,7 +109,7 @@ def _subagents(plan: Plan, messages: Sequence[Json], tools: Sequence[Json]) -> R
                     description=f"Count part {n}",
                     prompt=f"Do your part {n}. [[steps 2]]",
                     message=f"Do your part {n}. [[steps 2]]",
-                    subagent_type=_kind_of_subagent(tool),
+                    subagent_type="general" if tool["name"] == "task" else "general-purpose",
                     task_name=f"part_{n}",
                     run_in_background=False,
                 )
@@ -146,7 +148,3 @@ def _filler(schema: Json) -> Any:
     kind = schema.get("type")
     kind = kind[0] if isinstance(kind, list) else kind
     return {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}.get(str(kind), "x")
-
-
-def _kind_of_subagent(tool: Json) -> str:
-    return "general-purpose" if "general-purpose" in str(tool) else "general"

@@ -12,7 +12,7 @@ from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.dialects import CHAT
-from holdfast.serving.http.dialects.base import Dialect, Translated, new_id
+from holdfast.serving.http.dialects.base import Dialect, Translated, new_id, own_path
 from holdfast.serving.http.parse import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.schema import ChatCompletion, RelayedChat
@@ -42,7 +42,7 @@ class ChatCall(Generic[T]):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return (*self.translated.ignored, *self.decoded.ignored)
+        return (*self.translated.ignored, *(own_path(path, self.dialect.names) for path in self.decoded.ignored))
 
     @property
     def new_messages(self) -> list[Message]:

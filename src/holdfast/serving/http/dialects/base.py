@@ -3,6 +3,7 @@
 Knows JSON values and replies, nothing of sessions.
 """
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Dialect(Protocol):
     """One API. `with_matched_stop`: its replies name the stop string, so the chat completion must too."""
 
     name: str
+    names: Mapping[str, str]  # of fields, as patterns: how their paths begin in chat completions, and here
     id_prefix: str
     with_matched_stop: bool
 
@@ -179,6 +181,22 @@ def as_text(value: Any, where: str) -> str:
 
 def invalid(where: str, problem: str) -> InvalidArgument:
     return InvalidArgument(f"{where} {problem}", param=where)
+
+
+def own_path(path: str, names: Mapping[str, str]) -> str:
+    """The path of a field as this API has it. `names`: how paths begin in chat completions, and here."""
+    for theirs, own in {**names, r"(tools\[\d+\])\.function": r"\1", r"(tool_choice)\.function": r"\1"}.items():
+        path = re.sub(rf"^{theirs}(?=[.\[]|$)", own, path)
+    return path
+
+
+def in_own_names(envelope: Json, names: Mapping[str, str]) -> Json:
+    """An error whose field is named as this API has it."""
+    error, path = envelope["error"], envelope["error"].get("param") or ""
+    own = own_path(path, names)
+    if own == path:
+        return envelope
+    return {"error": error | {"message": error["message"].replace(path, own, 1), "param": own}}
 
 
 def event(kind: str, value: Json) -> bytes:

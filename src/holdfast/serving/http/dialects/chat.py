@@ -1,5 +1,6 @@
 """OpenAI's chat completions, the form that all other APIs are translated to: here nothing is translated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.serving.http.dialects.base import Json, StreamEncoder, Translated
 from holdfast.serving.http.render import Writer
 
+_NAMES: Mapping[str, str] = {}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -19,6 +21,7 @@ def sse(value: Any) -> bytes:
 
 class ChatDialect:
     name = "chat"
+    names = _NAMES
     id_prefix = "chatcmpl-"
     with_matched_stop = False
 

@@ -32,6 +32,7 @@ from holdfast.serving.http.dialects.base import (
     as_object,
     as_text,
     event,
+    in_own_names,
     invalid,
     upstream_message,
 )
@@ -40,6 +41,11 @@ from holdfast.serving.http.render import Writer
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"}
 _RAW = "_raw_arguments"  # holds the arguments of a call that spell no JSON object
+_NAMES: Mapping[str, str] = {
+    "stop": "stop_sequences",
+    r"response_format(\.json_schema)?": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -54,6 +60,7 @@ _ERROR_TYPES = {
 
 class MessagesDialect:
     name = "messages"
+    names = _NAMES
     id_prefix = "msg_"
     with_matched_stop = True
 
@@ -74,7 +81,7 @@ class MessagesDialect:
         return Translated(fields=chat, reply=MessageReplies(), ignored=ignored)
 
     def error(self, envelope: Json, status: int, request_id: str) -> Json:
-        return error_body(envelope["error"]["message"], status, request_id)
+        return error_body(in_own_names(envelope, _NAMES)["error"]["message"], status, request_id)
 
     def error_event(self, envelope: Json, status: int) -> bytes:
         return event("error", self.error(envelope, status, ""))
@@ -341,9 +348,9 @@ def parse_input(call: Mapping[str, Any]) -> Json:
     text = call["function"]["arguments"]
     try:
         value = json.loads(text or "{}")
-        if isinstance(value, dict) and json.loads(msgspec.json.encode(value)) == value:
+        if isinstance(value, dict) and msgspec.json.decode(msgspec.json.encode(value)) == value:
             return value
-    except (ValueError, OverflowError, RecursionError):  # text with half a surrogate pair raises a ValueError
+    except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError):  # UnicodeError is a ValueError
         pass
     return {_RAW: text}
 

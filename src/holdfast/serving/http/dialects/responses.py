@@ -43,6 +43,7 @@ from holdfast.serving.http.dialects.base import (
     as_object,
     as_text,
     event,
+    in_own_names,
     invalid,
     upstream_message,
 )
@@ -53,6 +54,11 @@ _REPEATED = ("instructions", "max_output_tokens", "metadata", "temperature", "to
              "reasoning", "text", "user", "prompt_cache_key", "safety_identifier", "service_tier", "store",
              "previous_response_id")  # fmt: skip
 _READ = {*_SAME, *_REPEATED, "input", "tools", "tool_choice", "stream_options", "include", "conversation", "background"}
+_NAMES: Mapping[str, str] = {
+    "max_completion_tokens": "max_output_tokens",
+    r"response_format(\.json_schema)?": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 _INPUT = "input"  # the one parameter of a custom tool, which takes any text
 _ANY_TEXT: Json = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
 _NAMESPACE = "."  # between a namespace and a tool's name; names of functions have none
@@ -81,6 +87,7 @@ class ToolName(NamedTuple):
 
 class ResponsesDialect:
     name = "responses"
+    names = _NAMES
     id_prefix = "resp_"
     with_matched_stop = False
 
@@ -118,7 +125,7 @@ class ResponsesDialect:
         )
 
     def error(self, envelope: Json, status: int, request_id: str) -> Json:
-        return envelope
+        return in_own_names(envelope, _NAMES)
 
     def error_event(self, envelope: Json, status: int) -> bytes:
         return _error_event(envelope, 0)
@@ -455,7 +462,8 @@ class ResponseEvents:
         events += self._text("message", message["content"][self._sent["message"] :])
         if not self._num_items and not message.get("tool_calls"):
             events += self._start(_message_item(self._head["id"], 0, ""))  # an empty reply is a message without text
-        events += self._close()
+        if self._open is not None:
+            events += self._close(response["output"][self._num_items - 1]["status"])
         for item in response["output"][self._num_items :]:
             events += self._call(item)
         self._replies.keep(response, message)
@@ -490,14 +498,14 @@ class ResponseEvents:
         added = self._item_event("added", item | {"status": "in_progress", "content": []})
         return closed + added + self._part_event("response.content_part.added", part=item["content"][0])
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         if self._open is None:
             return b""
         kind, part = self._open["type"], self._open["content"][0]
         logprobs: Json = {"logprobs": []} if kind == "message" else {}
         events = self._part_event(f"{_PART_EVENT[kind]}.done", text=part["text"], **logprobs)
         events += self._part_event("response.content_part.done", part=part)
-        events += self._item_event("done", self._open | {"status": "completed"})
+        events += self._item_event("done", self._open | {"status": status})
         self._open = None
         return events
 
@@ -526,7 +534,8 @@ class ResponseEvents:
 
 
 def _error_event(envelope: Json, number: int) -> bytes:
-    error = {name: envelope["error"].get(name) for name in ("code", "message", "param")}
+    said = in_own_names(envelope, _NAMES)["error"]
+    error = {name: said.get(name) for name in ("code", "message", "param")}
     return event("error", {"type": "error", "sequence_number": number, **error})
 
 
