@@ -42,7 +42,7 @@ class Command:
     """`env` comes on top of the few variables that every run has. `says`: what its output must contain, if anything.
 
     `typed`: runs in a terminal, where these are typed, each with Enter: the first when `says` was shown, the next ones
-    a moment later.
+    a moment later. `writes`: a file of the working directory and what it must contain afterwards.
     """
 
     argv: Sequence[str]
@@ -50,6 +50,7 @@ class Command:
     stdin: str = ""
     says: str = ""
     typed: Sequence[str] = ()
+    writes: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from tests.agents.text_scripts import as_edits, as_python, until_submitted, with
 
 PROGRAMS = Path(__file__).parent / "programs"
 NOTES = "notes.txt"
+STEPS = ("steps.txt", "".join(f"step {n}\n" for n in range(1, 13)))
 
 
 def _split(place: Place) -> tuple[str, Place]:
@@ -42,7 +43,11 @@ def _program(name: str) -> Callable[[Place], Sequence[Command]]:
     def commands(place: Place) -> Sequence[Command]:
         variant, inner = _split(place)
         program = ["python", str(PROGRAMS / f"{name}.py"), variant]
-        return [Command(argv=[*program, prompt], env=_env(place), says=FINAL) for prompt in prompts_for(inner)]
+        writes = STEPS if inner.scenario == "steps" and "team" not in variant else None
+        return [
+            Command(argv=[*program, prompt], env=_env(place), says=FINAL, writes=writes)
+            for prompt in prompts_for(inner)
+        ]
 
     return commands
 
@@ -65,7 +70,10 @@ def _mini(place: Place) -> Sequence[Command]:
     if variant == "text":
         options["text"] += ["--model-class", "litellm_textbased"]
     base = ["mini", "--yolo", "--exit-immediately", "--cost-limit", "0", "--model", f"openai/{place.model}"]
-    return [Command(argv=[*base, *options[variant], "--task", task], env=env) for task in prompts_for(inner)]
+    writes = STEPS if inner.scenario == "steps" else None
+    return [
+        Command(argv=[*base, *options[variant], "--task", task], env=env, writes=writes) for task in prompts_for(inner)
+    ]
 
 
 def _aider(place: Place) -> Sequence[Command]:
@@ -85,9 +93,15 @@ def _aider(place: Place) -> Sequence[Command]:
     options += ["--no-fancy-input", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
     options += [] if inner.scenario == "title" else ["--no-git"]
     options += ["--max-chat-history-tokens", "200"] if inner.scenario == "compaction" else []
-    restore = ["--restore-chat-history"]
+    writes = (NOTES, "".join(f"line {n}\n" for n in range(1, 13))) if inner.scenario == "steps" else None
     return [
-        Command(argv=["aider", *options, *(restore if at else [])], env=_env(place), stdin="\n".join(said), says=FINAL)
+        Command(
+            argv=["aider", *options, *(["--restore-chat-history"] if at else [])],
+            env=_env(place),
+            stdin="\n".join(said),
+            says=FINAL,
+            writes=writes,
+        )
         for at, said in enumerate(prompts)
     ]
 
