@@ -74,6 +74,7 @@ class SessionRoutes:
             self._runtime.journal,
             all_branches=query.get("branches") == "all",
             with_payloads=query.get("payloads") != "false",
+            with_records=query.get("records") != "false",
         )
         content = await asyncio.to_thread(msgspec.json.encode, session_json(view) | rest)
         return Response(content, media_type="application/json")
