@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from holdfast.serving.http.dialects import MESSAGES, dialect_of
 from tests.serving import Server
 
 T = TypeVar("T")
@@ -37,14 +38,19 @@ def chat_path(session: str) -> str:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response that must be one, in OpenAI's envelope."""
+    """The error of a response that must be one, in OpenAI's envelope or, on the paths of Messages, in Anthropic's."""
     assert response.status_code >= 400, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
     body = response.json()
-    assert set(body) == {"error"}
     error: dict[str, Any] = body["error"]
-    assert {"message", "type", "code", "param"} <= set(error)
+    if dialect_of(response.request.url.path) is MESSAGES:
+        assert (set(body), body["type"]) == ({"type", "error", "request_id"}, "error")
+        assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+        assert set(error) == {"type", "message"}
+    else:
+        assert set(body) == {"error"}
+        assert {"message", "type", "code", "param"} <= set(error)
     assert isinstance(error["message"], str)
     assert error["message"]
     return error

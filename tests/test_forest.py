@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.effort import examples
 from tests.serving import Server, default_chat, held, serving, wordy_engine
-from tests.talking import chat_path, client_of, open_session, refusal_of, said, until
+from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
 from tests.test_relay import chatting
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -124,6 +126,28 @@ async def test_a_strict_session_still_refuses_what_does_not_continue_it() -> Non
         assert refusal_of(await client.post(chat_path(strict), json=said("Other"))) == (400, "message_mismatch")
 
 
+@pytest.mark.parametrize("history", ["strict", "forest"])
+async def test_a_client_that_leaves_while_the_session_is_rewound_for_it_leaves_no_trace(history: str) -> None:
+    engine = wordy_engine(forward_s=0.0, num_slabs=2)
+    async with serving(engine, default_chat(), max_parked=9) as server, client_of(server) as client:
+        session = await open_session(client, history=history)
+        first = await take_turn(client, session, said("Hi"))
+        forwards = engine.num_forwards
+        with held(engine):
+            busy = asyncio.ensure_future(client.post("/v1/chat/completions", json=said("Wait")))
+            await until(lambda: engine.num_forwards > forwards)
+            admitted = server.metrics.admission.labels("admitted")
+            retry = asyncio.ensure_future(client.post(chat_path(session), json=said("Hello")))
+            await until(lambda: admitted._value.get() == 3)
+            retry.cancel()
+            left = server.metrics.http_requests.labels("session_chat", "499")
+            await until(retry.done)
+        assert (await busy).status_code == 200
+        await until(lambda: left._value.get() == 1)
+        assert (await client.post(chat_path(session), json=said("Hi", first, "More"))).status_code == 200
+        assert (await client.post(chat_path(session), json=said("Hi", first, "Other"))).status_code == 200
+
+
 async def test_the_servers_setting_decides_what_a_new_session_is() -> None:
     async with serving(wordy_engine(), default_chat(history="forest")) as server, client_of(server) as client:
         session = await open_session(client)
@@ -163,7 +187,9 @@ async def test_a_forest_comes_back_after_a_restart_and_every_conversation_goes_o
         again = await client.post(chat_path(session), json=said(*red, "More"))
         assert again.json()["choices"][0]["message"]["content"] == red_next
         assert again.headers["holdfast-branched"] == "1"
-        blue_next = await take_turn(client, session, said(*blue, "More"))
+        reply = (await client.post(chat_path(session), json=said(*blue, "More"))).json()
+        assert reply["usage"]["holdfast"]["prefilled_tokens"] < 20  # its cache was saved at the shutdown
+        blue_next = reply["choices"][0]["message"]["content"]
         assert [node["parent"] for node in (await shown(client, session))["metadata"]["tree"]] == [0, 0, 1, 1, 2]
         fork = (await client.post(f"/sessions/{session}/fork")).json()["session_id"]
         assert (await shown(client, fork))["history"] == "forest"
@@ -189,3 +215,112 @@ async def test_in_front_of_an_upstream_conversations_are_only_ids() -> None:
         assert [one["turns"] for one in info["conversations"]] == [3] * 8
         told = sorted(seen.json["input_ids"] for seen in upstream.chats())
         assert sorted(record["request"]["input_ids"] for record in info["records"]) == told
+
+
+Turn = tuple[list[dict[str, str]], str]  # what was sent, and the reply to it
+
+
+class Talker:
+    """An agent in a forest: it goes on, leaves, retries, edits and compacts, and keeps what it was told."""
+
+    def __init__(self, name: str, source: random.Random, send: Any, path: str) -> None:
+        self._source = source
+        self._send = send
+        self._path = path
+        self._name = name
+        self._messages: list[dict[str, str]] = [{"role": "system", "content": name}]
+        self.told: list[Turn] = []
+
+    async def run(self, num_steps: int) -> None:
+        for step in range(num_steps):
+            action = self._source.choice(["go on", "go on", "leave", "retry", "edit", "compact", "repeat", "twin"])
+            replies = [index for index, message in enumerate(self._messages) if message["role"] == "assistant"]
+            if action == "edit" and replies:
+                self._messages[self._source.choice(replies)] = {"role": "assistant", "content": f"edited {step}"}
+            if action == "retry" and replies:
+                del self._messages[replies[-1] - 1 :]
+            if action == "compact":
+                self._messages = [{"role": "system", "content": self._name}]
+            self._messages.append({"role": "user", "content": f"{self._name} {step}"})
+            sent = list(self._messages)
+            body = {"messages": sent, "max_tokens": 3, "seed": 5}
+            if action == "leave":
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._source.random() * 0.02):
+                        await self._answer(body, {})
+                continue
+            headers = {"idempotency-key": f"{self._name}-{step}"}
+            if action == "twin":
+                first, second = await asyncio.gather(self._answer(body, {}), self._answer(body, {}))
+                self.told.append((sent, second))
+            else:
+                first = await self._answer(body, headers)
+            if action == "repeat":
+                assert await self._answer(body, headers) == first
+            self.told.append((sent, first))
+            self._messages.append({"role": "assistant", "content": first})
+
+    async def _answer(self, body: dict[str, Any], headers: dict[str, str]) -> str:
+        response = await self._send(self._path, json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["message"]["content"])
+
+
+async def check_told(client: httpx.AsyncClient, session: str, talkers: list[Talker]) -> list[list[Turn]]:
+    """Everything that the talkers were told is on record, and every path is one story. Returns the paths to leaves."""
+    info = await eventually(lambda: shown(client, session), lambda info: not info["is_busy"])
+    turns: dict[int, Turn] = {}
+    for record in info["records"]:
+        sent = [{key: message[key] for key in ("role", "content")} for message in record["request"]["messages"]]
+        turns[record["turn"]] = sent, record["response"]["choices"][0]["message"]["content"]
+    on_record = list(turns.values())
+    for told in [told for talker in talkers for told in talker.told]:
+        assert told in on_record
+        on_record.remove(told)  # what was told twice is on record twice
+    by_number = {record["turn"]: record for record in info["records"]}
+    paths: dict[int, list[Turn]] = {}
+    for number, record in by_number.items():
+        paths[number] = [*paths.get(record["parent"], []), turns[number]]
+        if above := by_number.get(record["parent"]):
+            ids = above["request"]["input_ids"]
+            assert record["request"]["input_ids"][: len(ids)] == ids
+    parents = {record["parent"] for record in info["records"]}
+    return [path for number, path in paths.items() if number not in parents]
+
+
+@pytest.mark.parametrize("num_slabs", [1, 3, 8])
+@pytest.mark.parametrize("seed", range(examples(2)))
+async def test_eight_conversations_in_any_interleaving_are_what_each_of_them_would_be_alone(
+    seed: int, num_slabs: int
+) -> None:
+    source = random.Random(seed)
+    async with forest(num_slabs=num_slabs) as (server, client, session):
+        talkers = [
+            Talker(f"talker {number}", random.Random(source.random()), client.post, chat_path(session))
+            for number in range(8)
+        ]
+        await asyncio.gather(*(talker.run(8) for talker in talkers))
+        paths = await check_told(client, session, talkers)
+        for path in source.sample(paths, 6):
+            alone = await open_session(client)
+            for sent, reply in path:
+                assert await take_turn(client, alone, {"messages": sent, "max_tokens": 3, "seed": 5}) == reply
+            await client.delete(f"/sessions/{alone}")
+        await client.delete(f"/sessions/{session}")
+        await until(lambda: server.worker.num_free_slabs == num_slabs)
+
+
+@pytest.mark.parametrize("seed", range(examples(2)))
+async def test_eight_conversations_in_front_of_an_upstream_are_what_each_was_told(seed: int) -> None:
+    source = random.Random(seed)
+    async with chatting(delay_s=0.001) as (relay, upstream):
+        session = await open_session(relay.http, history="forest")
+        talkers = [
+            Talker(f"talker {number}", random.Random(source.random()), relay.http.post, chat_path(session))
+            for number in range(8)
+        ]
+        await asyncio.gather(*(talker.run(10) for talker in talkers))
+        await check_told(relay.http, session, talkers)
+        asked = [seen.json["input_ids"] for seen in upstream.chats()]
+        for record in (await shown(relay.http, session))["records"]:
+            asked.remove(record["request"]["input_ids"])  # each was asked for as it is on record

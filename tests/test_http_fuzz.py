@@ -54,7 +54,7 @@ def answered(client: httpx.Client, method: str, path: str, **options: Any) -> ht
 def brief(body: Any) -> Any:
     """As it is, but never asking for so much that the test would not end."""
     if isinstance(body, dict):
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if type(body.get(field)) is int:
                 body[field] = min(body[field], 4)
         body.setdefault("max_tokens", 4)
@@ -83,7 +83,9 @@ def test_nothing_that_the_document_allows_or_forbids_is_a_5xx(
     client: httpx.Client, session: str, method: str, path: str, mode: str
 ) -> None:
     operation = schemathesis.openapi.from_dict(build())[path][method]
-    known = {"session_id": session} if "{" in path and method != "DELETE" else None
+    names = {"session_id": session, "response_id": "resp_1", "conversation_id": "conv_1", "model": "test"}
+    known = {name: value for name, value in names.items() if f"{{{name}}}" in path} if method != "DELETE" else None
+    known = known or None
     cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode), path_parameters=known)
 
     @settings(max_examples=examples(40 if "completions" in path else 5))

@@ -16,9 +16,9 @@ from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, Recomp
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.service import RuntimeService
+from holdfast.serving.http.dialects.chat import ChatReplies
 from holdfast.serving.http.render import ChatWriter
-from holdfast.serving.http.response import ChunkEncoder, TurnResponder
-from holdfast.serving.http.schema import ChatCompletion
+from holdfast.serving.http.response import TurnResponder
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions.runtime import Runtime
 from tests.serving import SlowEngine, default_chat, held, model_of
@@ -284,10 +284,9 @@ async def test_a_turns_ending_is_told_once_its_session_is_free() -> None:
         yield TurnResponse(body=b"{}", number=7)
         is_free = True
 
-    turn = TurnResponder(events(), dropped=lambda: 0, confirm=lambda number: None)
     writer = ChatWriter(model="m", tokenizer=default_chat().model.tokenizer)
-    chunks = turn.chunks(ChunkEncoder(writer, ChatCompletion(messages=[])))
-    told = [(chunk, is_free) async for chunk in chunks]
+    turn = TurnResponder(events(), reply=ChatReplies(), writer=writer, dropped=lambda: 0, confirm=lambda number: None)
+    told = [(chunk, is_free) async for chunk in turn.chunks()]
     assert [free for _, free in told] == [True, True]
     assert b'"finish_reason":"stop"' in told[0][0]
     assert turn.response is not None

@@ -83,6 +83,11 @@ class ServeConfig:
     stream_stall_s: float = option(
         60.0, "seconds that a stream waits for a client that does not read; then it is cancelled; 0: no limit"
     )
+    stream_ping_s: float = option(
+        10.0,
+        "seconds without an event after which a stream sends a ping, the first one within a second; "
+        "0: no pings, and the response begins with the first event",
+    )
     owner_max_sessions: int = option(0, "sessions that one owner may have; 0: no limit")
     owner_max_running: int = option(0, "generations that one owner may run at once; 0: no limit")
     owner_max_queued: int = option(0, "requests of one owner that may wait in the queue; 0: no limit")
@@ -100,6 +105,12 @@ class ServeConfig:
     deprecation_headers: bool = option(True, "send headers that point stateless clients to sessions")
     sunset: str = option("2027-12-31", "date in the Sunset header of stateless responses, YYYY-MM-DD")
     log_prompts: bool = option(False, "write request bodies to the access log")
+    session_header: str = option(
+        "",
+        "request headers besides Holdfast-Session that name a session, such as an agent's own id, comma-separated; "
+        "a session is created for each new value",
+        metavar="NAMES",
+    )
     compat: str = option(
         "none", "error format and order of tool fields of another session server", choices=("none", "miles")
     )

@@ -16,6 +16,7 @@ HoldfastError
 ├── PayloadTooLarge          a request body beyond the limit
 ├── RequestTimeout           a request body that stopped arriving, or arrives too slowly
 ├── ModelNotFound            another model than the one that is served
+├── ResponseNotFound         a response or conversation that is not, or no longer, kept
 ├── SessionNotFound          unknown, closed, expired or evicted
 ├── SessionBusy              one operation at a time
 ├── IdempotencyMismatch      a key that was used for another request
@@ -148,6 +149,10 @@ class RequestTimeout(HoldfastError):
 
 class ModelNotFound(HoldfastError):
     code = "model_not_found"
+
+
+class ResponseNotFound(HoldfastError):
+    code = "response_not_found"
 
 
 class SessionNotFound(HoldfastError):

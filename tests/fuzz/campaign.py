@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from holdfast.serving.http.dialects import MESSAGES, dialect_of
 from tests.fuzz.wire import Answer
 
 START_S = 120.0
@@ -146,13 +147,19 @@ class Campaign(ABC):
             await asyncio.sleep(REPORT_S if not sys.stderr.isatty() else 1.0)
 
 
-def check_refusal(answer: Answer, about: str, allowed: tuple[int, ...] = ()) -> None:
-    """An error in OpenAI's envelope, and no 5xx but those that are `allowed`."""
+def check_refusal(answer: Answer, about: str, allowed: tuple[int, ...] = (), *, path: str = "") -> None:
+    """An error in the envelope of the path's API, and no 5xx but those that are `allowed`."""
     if answer.status >= 500 and answer.status not in allowed:
         raise Wrong(f"{answer.status} {answer.body[:500]!r}: {about}")
     try:
-        error = json.loads(answer.body)["error"]
-        is_whole = bool(error["message"]) and bool(error["code"]) and {"type", "param"} <= set(error)
+        body = json.loads(answer.body)
+        error = body["error"]
+        if dialect_of(path.partition("?")[0]) is MESSAGES:
+            is_whole = (
+                body["type"] == "error" and bool(body["request_id"]) and all(error[k] for k in ("type", "message"))
+            )
+        else:
+            is_whole = bool(error["message"]) and bool(error["code"]) and {"type", "param"} <= set(error)
     except (ValueError, KeyError, TypeError):
         is_whole = False
     if not is_whole or "x-request-id" not in answer.headers:

@@ -61,17 +61,58 @@ BODIES: list[tuple[str, Any]] = [
     ("/sessions/purge", {"session_ids": ["s"], "older_than_s": 1e9, "dry_run": True}),
     ("/control/weight_version", {"weight_version": "1"}),
 ]
+MESSAGE: dict[str, Any] = {
+    "model": "m", "max_tokens": 2, "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "x"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "so"},
+            {"type": "tool_use", "id": "c", "name": "look", "input": {"at": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "seen"}]},
+    ],
+    "tools": [{"name": "look", "description": "at", "input_schema": {"type": "object"}}, {"type": "x", "name": "y"}],
+    "tool_choice": {"type": "auto"}, "stop_sequences": ["x"], "thinking": {"type": "enabled"}, "temperature": 0.5,
+    "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "u"}, "output_config": {"effort": "low"}, "stream": True,
+}  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "model": "m", "max_output_tokens": 2, "instructions": "Be brief.", "store": True, "stream": True,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "c", "name": "look", "namespace": "n", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "x"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "seen"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "look", "parameters": {"type": "object"}}, {"type": "custom", "name": "patch"},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "look"}]}, {"type": "web_search"},
+    ],
+    "tool_choice": "auto", "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}, "metadata": {"a": "b"},
+    "truncation": "auto", "parallel_tool_calls": True, "conversation": None, "previous_response_id": None,
+}  # fmt: skip
+for _base in ("", "/sessions/{}"):
+    BODIES += [
+        (f"{_base}/v1/messages?beta=true", MESSAGE),
+        (f"{_base}/v1/messages", {"messages": HI, "max_tokens": 2, "system": "x"}),
+        (f"{_base}/v1/messages/count_tokens", MESSAGE),
+        (f"{_base}/v1/responses", RESPONSE),
+        (f"{_base}/v1/responses", {"input": "hi", "max_output_tokens": 2, "previous_response_id": "resp_1"}),
+        (f"{_base}/v1/conversations", {"items": HI, "metadata": {"a": "b"}}),
+    ]
 GRAMMAR = BRIEF | {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 }
 PUTS = ("/control/weight_version",)
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "X")
-PARTS = ("v1", "sessions", "chat", "completions", "models", "fork", "export", "..", ".", "", "%00", "%", "a" * 300, "é")
+PARTS = ("v1", "sessions", "chat", "completions", "models", "fork", "export", "..", ".", "", "%00", "%", "a" * 300, "é",
+         "messages", "count_tokens", "responses", "input_items", "conversations", "resp_1")  # fmt: skip
 HEADERS = (
     "content-type: text/plain", "content-type: application/json; charset=utf-16", "accept-encoding: br",
     "idempotency-key: " + "k" * 5000, "x-stainless-retry-count: " + "9" * 50, "x-request-id: {}",
     "authorization: Bearer \xff", "authorization: Basic x", "range: bytes=0-1", "expect: 100-continue",
-    "content-encoding: gzip", "cookie: " + "c" * 9000, "accept: text/event-stream",
+    "content-encoding: gzip", "cookie: " + "c" * 9000, "accept: text/event-stream", "x-api-key: \xff",
+    "holdfast-session: fuzz", "holdfast-session: " + "n" * 300, "thread-id: \xff\xfe", "anthropic-version: 0",
 )  # fmt: skip
 WRONG_HEADERS = (
     b"transfer-encoding: identity", b"transfer-encoding: chunked", b"x-request-id: \x01", b"content-length: 5", b"a",
@@ -185,7 +226,7 @@ class _Worker:
         headers = self._random.choice(HEADERS) + "\r\n" if self._random.random() < 0.05 else ""
         method = "PUT" if path in PUTS else "POST"
         self._about = f"{method} {path} {headers[:100]} {body!r}"
-        return await self._judge(await self._http.ask(method, path.format(self._session), body, headers))
+        return await self._judge(await self._http.ask(method, path.format(self._session), body, headers), path)
 
     async def _anything(self) -> str:
         method = self._random.choice(METHODS)
@@ -202,7 +243,7 @@ class _Worker:
         answer = await self._http.ask(method, path, b"", headers)
         if answer.status < 400 or method == "HEAD":
             return str(answer.status)
-        return await self._judge(answer)
+        return await self._judge(answer, path)
 
     async def _raw(self) -> str:
         """Bytes that are hardly HTTP: an answer, or a closed connection."""
@@ -280,9 +321,9 @@ class _Worker:
             raise Wrong(f"{name}: no answer")
         return exc.code().name
 
-    async def _judge(self, answer: Answer) -> str:
+    async def _judge(self, answer: Answer, path: str = "") -> str:
         if answer.status >= 400:
-            check_refusal(answer, self._about[:600])
+            check_refusal(answer, self._about[:600], path=path)
         elif answer.body.startswith(b'{"session_id":'):
             made = json.loads(answer.body)["session_id"]
             if made != self._session:
@@ -293,11 +334,13 @@ class _Worker:
 def _brief(body: Any) -> Any:
     """As it is, but never asking for so much that it would take long."""
     if isinstance(body, dict):
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if type(body.get(field)) is int:
                 body[field] = min(body[field], 3)
         if "messages" in body or "prompt" in body:
             body.setdefault("max_tokens", 3)
             if body["max_tokens"] is None:
                 body["max_tokens"] = 3
+        if "input" in body and body.get("max_output_tokens") is None:
+            body["max_output_tokens"] = 3
     return body

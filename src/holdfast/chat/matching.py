@@ -89,8 +89,8 @@ def _number(text: str) -> float | int:
 
 
 def _json_value(text: str) -> tuple[str, str]:
-    """Equal for equal JSON values (true is not 1), regardless of spacing and the order of keys."""
+    """Equal for equal JSON values (true is not 1), regardless of spacing and the order of keys; no text is `{}`."""
     try:
-        return "json", json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+        return "json", json.dumps(json.loads(text or "{}", parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
         return "text", text

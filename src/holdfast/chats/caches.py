@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import CapacityExhausted, HistoryConflict, HoldfastError, SessionFailed, SessionNotFound
+from holdfast.sessions.capacity import conversation_snapshot
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.runtime import Runtime
 
@@ -35,20 +36,28 @@ class Cache:
         base = Tree.common(self.node, node)
         recomputed = 0
         if length > base.end:
-            is_limited = is_limited and not self.needs_rewind
-            recomputed = (await claim.rewind(base.end, is_limited=is_limited)).recomputed_tokens
-        self.node, self.needs_rewind = base, False
+            before = self.node, self.needs_rewind
+            self.node, self.needs_rewind = base, True  # which is true at every moment of the rewind
+            try:
+                is_limited = is_limited and not before[1]
+                recomputed = (await claim.rewind(base.end, is_limited=is_limited)).recomputed_tokens
+            except HoldfastError:
+                if claim.history_length == length:
+                    self.node, self.needs_rewind = before
+                raise
+        self.advance(base)
         return base, recomputed
 
     async def rollback(self, claim: Claim) -> None:
         """Rewind what a turn that was not committed has left in the backend."""
         if self.needs_rewind:
+            await claim.settled()
             if claim.history_length > self.node.end:
                 await claim.rewind(self.node.end, is_limited=False)
             self.needs_rewind = False
 
     def advance(self, node: Node) -> None:
-        """The backend's history is at the end of `node`, which is on record now."""
+        """The backend's history is at the end of `node` now."""
         self.node, self.needs_rewind = node, False
 
 
@@ -68,14 +77,20 @@ class CachePool:
         """A cache for a turn below `node`, claimed for the caller, who gives it back. Waits where all that the forest
         may have are in use.
 
-        A cache that is on the path to `node` goes on. Otherwise a new one is opened, as a copy where one shares a part
-        of the path; but a forest whose caches rest gives up one of these before it takes a slab from others.
+        A cache that is on the path to `node` goes on. Otherwise a new one is opened: from a snapshot that an earlier
+        process left, or as a copy where one shares a part of the path; but a forest whose caches rest gives up one of
+        these before it takes a slab from others.
         """
         while True:
             forest.check_not_closed()
             idle = [cache for cache in self._caches if cache.claim is None]
             nearest, shared = self._nearest(idle, node)
+            saved = self._saved(forest.session.id, node, shared)
             has_room = len(self._caches) + self._num_opening < self._max_caches
+            if saved is not None and (has_room or idle):
+                if not has_room:
+                    await self._drop(idle[0])
+                return await self._open(forest, None, saved)
             if nearest is not None and nearest.node is shared:
                 chosen: Cache | None = nearest
             elif has_room and (not idle or self._runtime.has_free_slab):
@@ -93,6 +108,14 @@ class CachePool:
         pairs = [(cache, Tree.common(cache.node, node)) for cache in idle]
         return max(pairs, key=lambda pair: (pair[1].end, pair[0].node is pair[1]), default=(None, self._root))
 
+    def _saved(self, session_id: str, node: Node, above: Node) -> Node | None:
+        """The deepest turn on the path to `node`, deeper than `above`, of which there is a snapshot."""
+        while node.depth > above.depth and node.parent is not None:
+            if self._runtime.has_snapshot(session_id, node.number):
+                return node
+            node = node.parent
+        return None
+
     def _claimed(self, cache: Cache) -> bool:
         """Claim the cache. One that is gone or has failed is forgotten."""
         self._caches.remove(cache)
@@ -103,10 +126,10 @@ class CachePool:
         self._caches.append(cache)
         return True
 
-    async def _open(self, forest: Claim, source: Cache | None) -> Cache:
+    async def _open(self, forest: Claim, source: Cache | None, saved: Node | None = None) -> Cache:
         """A new cache; where all slabs are busy, one of our own that rests."""
         self._num_opening += 1
-        node = self._root
+        node = saved or self._root
         try:
             if source is not None and self._claimed(source):
                 assert source.claim is not None
@@ -116,7 +139,8 @@ class CachePool:
                 finally:
                     await self.give_back(source)
             else:
-                session_id = await self._runtime.open_cache(forest)
+                turns = [part.turn for part in node.path()]
+                session_id = await self._runtime.open_cache(forest, turns=turns)
         except CapacityExhausted:
             resting = [cache for cache in self._caches if cache.claim is None]
             if cache := next((cache for cache in resting if self._claimed(cache)), None):
@@ -138,10 +162,15 @@ class CachePool:
             await cache.rollback(claim)
         except HoldfastError as exc:
             logger.warning("a cache of a conversation is dropped: %s", exc)
+        if cache.node.number:
+            claim.session.snapshot_id = conversation_snapshot(claim.session.cache_of, cache.node.number)
         await claim.release()
         cache.claim = None
         if cache.needs_rewind or claim.session.failure or claim.session.gate.is_closed:
-            if cache in self._caches:
-                self._caches.remove(cache)
-            await self._runtime.drop_cache(cache.session_id, self._owner)
+            await self._drop(cache)
         self._returned.set()
+
+    async def _drop(self, cache: Cache) -> None:
+        if cache in self._caches:
+            self._caches.remove(cache)
+        await self._runtime.drop_cache(cache.session_id, self._owner)

@@ -28,16 +28,21 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._owners)
 
-    def owner_of(self, authorization: Sequence[str]) -> str:
-        """The owner for the `authorization` headers or metadata values of a request, of which there is one at most."""
-        if len(authorization) > 1:
-            raise Unauthenticated("the request has several authorization headers; send one")
+    def owner_of(self, authorization: Sequence[str], api_keys: Sequence[str] = ()) -> str:
+        """The owner for the `authorization` and `x-api-key` headers or metadata values of a request, of which there is
+        one each at most. Where both are there, they must be the same key."""
+        if len(authorization) > 1 or len(api_keys) > 1:
+            name = "authorization" if len(authorization) > 1 else "x-api-key"
+            raise Unauthenticated(f"the request has several {name} headers; send one")
         if not self._owners:
             return LOCAL_OWNER
         scheme, _, key = "".join(authorization).partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise Unauthenticated("an API key is required: send 'authorization: Bearer KEY'")
-        given, found = _digest(key.strip()), None
+        key, other = key.strip() if scheme.lower() == "bearer" else "", "".join(api_keys).strip()
+        if (authorization and not key) or not (key or other):
+            raise Unauthenticated("an API key is required: send 'authorization: Bearer KEY' or 'x-api-key: KEY'")
+        if key and other and not hmac.compare_digest(_digest(key), _digest(other)):
+            raise Unauthenticated("authorization and x-api-key are different keys; send one")
+        given, found = _digest(key or other), None
         for digest, owner in self._owners.items():  # all of them, so that time tells nothing
             if hmac.compare_digest(digest, given):
                 found = owner

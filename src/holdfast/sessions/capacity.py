@@ -31,7 +31,7 @@ class Parking:
         wants = self._snapshots is not None and len(session.history) > 0
         content = await self._backend.snapshot(handle) if wants else None
         if content is not None and self._snapshots is not None:
-            await asyncio.to_thread(self._snapshots.put, session.id, content)
+            await asyncio.to_thread(self._snapshots.put, session.snapshot_id, content)
         session.handle = None
         await self._backend.close(handle)
 
@@ -69,17 +69,27 @@ class Parking:
             return None
         if session.handle is not None:
             return await self._backend.snapshot(session.handle)
-        return None if self._snapshots is None else await asyncio.to_thread(self._snapshots.get, session.id)
+        return None if self._snapshots is None else await asyncio.to_thread(self._snapshots.get, session.snapshot_id)
 
     async def forget(self, session: Session) -> None:
         """Nobody will ask for its snapshot any more."""
         if self._snapshots is not None:
-            await asyncio.to_thread(self._snapshots.delete, session.id)
+            await asyncio.to_thread(self._snapshots.delete, session.snapshot_id)
+            if session.kind == "forest":
+                await asyncio.to_thread(self._snapshots.delete_all, conversation_snapshot(session.id, ""))
+
+    def has_snapshot(self, snapshot_id: str) -> bool:
+        return self._snapshots is not None and snapshot_id in self._snapshots
 
     async def spill(self) -> None:
         """Bring to disk what is in memory, for a shutdown."""
         if self._snapshots is not None:
             await asyncio.to_thread(self._snapshots.spill)
+
+
+def conversation_snapshot(session_id: str, turn: int | str) -> str:
+    """Names the snapshot of a conversation of a forest at the end of a turn."""
+    return f"{session_id}t{turn}"
 
 
 Remove = Callable[[Session, str], Awaitable[object]]
@@ -156,9 +166,13 @@ class SlabCapacity:
     async def park_all(self) -> None:
         """For a shutdown: all caches that are worth it go where the next process finds them."""
         for session in self._registry:
-            if session.handle is not None and session.is_kept and not session.is_busy and not session.failure:
+            is_kept = session.is_kept or session.cache_of
+            if session.handle is not None and is_kept and not session.is_busy and not session.failure:
                 await self.park(session)
         await self._parking.spill()
+
+    def has_snapshot(self, snapshot_id: str) -> bool:
+        return self._parking.has_snapshot(snapshot_id)
 
     async def forget(self, session: Session) -> None:
         """Nobody will wake it any more."""

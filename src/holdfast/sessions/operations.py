@@ -164,6 +164,11 @@ class Claim:
             return None
         return self._operations.in_background(self._free_when_settled(self._settling))
 
+    async def settled(self) -> None:
+        """Returns when nothing that was begun still runs."""
+        if self._settling is not None:
+            await asyncio.gather(asyncio.shield(self._settling), return_exceptions=True)
+
     def release_now(self) -> None:
         """Free the session, on which nothing runs."""
         self.session.leave()

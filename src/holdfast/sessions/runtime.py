@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.errors import InvalidArgument, SessionNotFound
 from holdfast.generation import Done, Event, SamplingParams
 from holdfast.metrics import Metrics
-from holdfast.sessions.capacity import Parking, SlabCapacity
+from holdfast.sessions.capacity import Parking, SlabCapacity, conversation_snapshot
 from holdfast.sessions.history import SpanPiece
 from holdfast.sessions.journal.base import (
     Entry,
@@ -26,6 +26,7 @@ from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.operations import Claim, Operations, RewindResult
 from holdfast.sessions.ports import Backend, ModelInfo
 from holdfast.sessions.quotas import OwnerQuotas
+from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.session import Session, SessionRegistry, new_session_id, opened, restored
 from holdfast.sessions.view import PARKED, SessionView, view_of, watch_sessions
 
@@ -219,15 +220,20 @@ class Runtime:
             raise
         return self._view(fork)
 
-    async def open_cache(self, claim: Claim, source: Claim | None = None) -> str:
+    async def open_cache(self, claim: Claim, source: Claim | None = None, turns: Sequence[TurnRecord] = ()) -> str:
         """The id of a new session that caches a conversation of the claimed forest: a copy of the session that `source`
-        has claimed, or empty. It is gone when the forest is, and may be gone before."""
+        has claimed; or `turns`, whose snapshot is there, parked; or empty. It is gone when the forest is, and may be
+        gone before."""
         of, copied = claim.session, source.session if source else None
         if source is not None:
             await source.wake()
         sink = copied.sink if copied else self.checked_pin(self.model.sink if of.pin_tokens is None else of.pin_tokens)
+        if turns and turns[0].facts.pinned is not None:
+            sink = turns[0].facts.pinned
+        opening = source.fork if source else None if turns else lambda: self._backend.open(sink=sink)
         cache = await self._place(
-            source.fork if source else lambda: self._backend.open(sink=sink),
+            opening,
+            snapshot_id=conversation_snapshot(of.id, turns[-1].number) if turns else "",
             owner=of.owner,
             sink=sink,
             label=of.label,
@@ -238,6 +244,8 @@ class Runtime:
         )
         if copied is not None:
             cache.history = copied.history.copy(len(copied.history))
+        for turn in turns:
+            cache.history.repeat(turn)
         if of.gate.is_closed:  # closed meanwhile, without this one
             await self._discard(cache)
             claim.check_not_closed()
@@ -247,6 +255,10 @@ class Runtime:
         """Close what `open_cache` has opened, unless it is gone already."""
         with contextlib.suppress(SessionNotFound):
             await self._discard(self._registry.get(session_id, owner))
+
+    def has_snapshot(self, session_id: str, turn: int) -> bool:
+        """Whether a forest's conversation can be restored at the end of a turn."""
+        return self._capacity.has_snapshot(conversation_snapshot(session_id, turn))
 
     @property
     def has_free_slab(self) -> bool:

@@ -73,6 +73,7 @@ class Session:
     metadata: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
     num_bytes: int = 0  # that were recorded since this process has it
+    snapshot_id: str = ""  # under which its snapshot is kept: its own id, or what names the conversation that it caches
     gate: SessionGate = field(init=False)
     inv1_violations: int = 0
     num_rewinds: int = 0
@@ -85,6 +86,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.gate = SessionGate(self.id)
+        self.snapshot_id = self.snapshot_id or self.id
         self.last_used = self.clock()
 
     def enter(self, turn_id: str = "") -> None:

@@ -106,7 +106,8 @@ class _Watch:
     async def __aenter__(self) -> None:
         try:
             metadata = self._context.invocation_metadata() or ()
-            current_owner.set(self._keys.owner_of([value for key, value in metadata if key == "authorization"]))
+            given = {name: [v for key, v in metadata if key == name] for name in ("authorization", "x-api-key")}
+            current_owner.set(self._keys.owner_of(*given.values()))
             self._running.check_open()
         except HoldfastError as exc:
             await self._abort(exc)

@@ -1,6 +1,8 @@
 """The ASGI application of the HTTP endpoint: its routes, and what they are wired to."""
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,10 +14,14 @@ from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
 from holdfast.serving.http.middleware import IMPORT_PATH, HttpMiddleware, owner_of
+from holdfast.serving.http.named_sessions import Endpoint, NamedSessions
 from holdfast.serving.http.openapi import document, index
+from holdfast.serving.http.response import StreamTimes
+from holdfast.serving.http.response_store import ResponseStore
 from holdfast.serving.http.routes_admin import ControlRoutes, HealthRoutes
 from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
+from holdfast.serving.http.routes_responses import SessionResponses, StatelessResponses
 from holdfast.serving.http.routes_sessions import METHODS, SessionRoutes, Upstream, UpstreamRoutes
 from holdfast.serving.keys import Keys
 from holdfast.sessions.runtime import Runtime
@@ -53,29 +59,58 @@ def _chat_routes(
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
-    rules: dict[str, bool] = {"as_sglang": config.compat == "miles", "may_ignore": config.unknown_fields == "ignore"}
-    replies = StatelessReplies(runtime, setup.admission)
-    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, stall_s=config.stream_stall_s, **rules)
+    rules: dict[str, Any] = {
+        "as_sglang": config.compat == "miles",
+        "may_ignore": config.unknown_fields == "ignore",
+        "times": StreamTimes(config.stream_stall_s, config.stream_ping_s),
+    }
+    replies, store = StatelessReplies(runtime, setup.admission), ResponseStore()
+    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, runtime.metrics, store=store, **rules)
     sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, **rules)
+    kept, recorded = StatelessResponses(store), SessionResponses(chats)
+    by_header = NamedSessions(chats, config)
     data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
     control = ControlRoutes(chats)
 
-    async def session_models(request: Request) -> Response:
-        chats.get(request.path_params["session_id"], owner_of(request))
-        return await openai.models(request)
+    def on_session(endpoint: Endpoint) -> Endpoint:
+        """The same on a session that must be there, and need not be known otherwise."""
 
-    async def session_model(request: Request) -> Response:
-        chats.get(request.path_params["session_id"], owner_of(request))
-        return await openai.model(request)
+        @wraps(endpoint)
+        async def checked(request: Request) -> Response:
+            chats.get(request.path_params["session_id"], owner_of(request))
+            return await endpoint(request)
+
+        return checked
+
+    def both(path: str, stateless: Endpoint, on_session: Endpoint, *methods: str) -> list[Route]:
+        """A path without a session, with one in its URL, and with one that a header names."""
+        return [
+            Route(path, by_header.endpoint(stateless, on_session), methods=methods),
+            Route(one + path, on_session, methods=methods),
+        ]
 
     one = "/sessions/{session_id}"
-    rest = [Route(f"{one}/v1/models", session_models), Route(f"{one}/v1/models/{{model:path}}", session_model)]
+    response, conversation = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    chat, count = openai.chat_completions, openai.count_tokens
+    rest = [
+        Route(f"{one}/v1/models", on_session(openai.models)),
+        Route(f"{one}/v1/models/{{model:path}}", on_session(openai.model)),
+    ]
     if upstream is not None:
         rest = [Route(f"{one}/{{path:path}}", UpstreamRoutes(chats, upstream).passed, methods=METHODS)]
     return [
-        Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
+        *both("/v1/chat/completions", chat, sessions.session_chat, "POST"),
+        *both("/v1/messages", chat, sessions.session_chat, "POST"),
+        *both("/v1/messages/count_tokens", count, on_session(count), "POST"),
+        *both("/v1/responses", chat, sessions.session_chat, "POST"),
+        *both(response, kept.get_response, recorded.get_response, "GET"),
+        *both(response, kept.delete_response, recorded.delete_response, "DELETE"),
+        *both(f"{response}/input_items", kept.input_items, recorded.input_items, "GET"),
+        *both("/v1/conversations", kept.create_conversation, recorded.create_conversation, "POST"),
+        Route(conversation, kept.get_conversation),
+        Route(conversation, kept.delete_conversation, methods=["DELETE"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
-        Route("/v1/models", openai.models),
+        Route("/v1/models", by_header.endpoint(openai.models, on_session(openai.models))),
         Route("/v1/models/{model:path}", openai.model),
         Route("/sessions", sessions.create, methods=["POST"]),
         Route(IMPORT_PATH, data.import_session, methods=["POST"]),
@@ -87,7 +122,6 @@ def _chat_routes(
         Route(f"{one}/export", data.export),
         Route(f"{one}/samples", data.samples, methods=["POST"]),
         Route(f"{one}/reward", sessions.reward, methods=["POST"]),
-        Route(f"{one}/v1/chat/completions", sessions.session_chat, methods=["POST"]),
         Route("/control/pause", control.pause, methods=["POST"]),
         Route("/control/resume", control.resume, methods=["POST"]),
         Route("/control/weight_version", control.weight_version, methods=["PUT"]),

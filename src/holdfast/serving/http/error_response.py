@@ -1,5 +1,6 @@
 """The error table of the HTTP endpoint, and OpenAI's error envelope."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +9,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy
+from holdfast.serving.http.dialects import CHAT
+from holdfast.serving.http.dialects.base import Dialect, upstream_message
+
+logger = logging.getLogger(__name__)
 
 STATUS = {
     "session_not_found": 404,
     "model_not_found": 404,
+    "response_not_found": 404,
     "session_busy": 409,
     "history_conflict": 409,
     "message_mismatch": 400,
@@ -76,17 +82,40 @@ def body_of(error: HoldfastError) -> dict[str, Any]:
     return {"error": body["error"] | facts}
 
 
-def response_for(error: Exception, *, is_plain: bool = False, request_id: str = "") -> Response:
+class RefusedByUpstream(Exception):
+    """An upstream's own error: its body and its status."""
+
+    def __init__(self, body: bytes, status: int) -> None:
+        super().__init__(f"the upstream returned status {status}")
+        self.body = body
+        self.status = status
+
+
+def told(error: Exception) -> tuple[dict[str, Any], int]:
+    """Any error in OpenAI's envelope, and its status; an unexpected one is logged."""
+    if isinstance(error, HoldfastError):
+        return body_of(error), status_of(error)
+    if isinstance(error, RefusedByUpstream):
+        return envelope(upstream_message(error.body), status=error.status, code="upstream_error"), error.status
+    logger.error("a stream failed", exc_info=error)
+    return envelope("internal error; see the server log", status=500, code="internal"), 500
+
+
+def response_for(
+    error: Exception, dialect: Dialect = CHAT, *, is_plain: bool = False, request_id: str = ""
+) -> Response:
     """The response to whatever was raised; an unexpected error is a 500 that names the request id for the server log.
 
     `is_plain`: the error is its message alone, as miles' session server has it.
     """
     response = _enveloped(error, request_id)
-    if is_plain:
-        kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
-        said = msgspec.json.decode(response.body)["error"]["message"]
-        return JSONResponse({"error": said}, response.status_code, kept)
-    return response
+    if not is_plain and dialect is CHAT:
+        return response
+    kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+    said = msgspec.json.decode(response.body)
+    if dialect is CHAT:
+        return JSONResponse({"error": said["error"]["message"]}, response.status_code, kept)
+    return JSONResponse(dialect.error(said, response.status_code, request_id), response.status_code, kept)
 
 
 def _enveloped(error: Exception, request_id: str) -> JSONResponse:
@@ -106,7 +135,6 @@ def _enveloped(error: Exception, request_id: str) -> JSONResponse:
     return JSONResponse(envelope(message, status=500, code="internal"), 500)
 
 
-INTERNAL = envelope("internal error; see the server log", status=500, code="internal")
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 

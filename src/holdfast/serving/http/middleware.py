@@ -18,8 +18,9 @@ from starlette.types import Message, Receive, Scope, Send
 from holdfast.config import ServeConfig
 from holdfast.errors import Draining, HoldfastError, PayloadTooLarge, RequestTimeout
 from holdfast.metrics import Metrics
-from holdfast.serving.http.error_response import body_of, response_for
-from holdfast.serving.http.response import ClientGone, sse
+from holdfast.serving.http.dialects import CHAT, dialect_of
+from holdfast.serving.http.error_response import response_for, told
+from holdfast.serving.http.response import ClientGone
 from holdfast.serving.http.web_pages import PageGuard, read_origins, with_cors
 from holdfast.serving.keys import Keys
 from holdfast.serving.running_calls import RunningCalls
@@ -30,7 +31,7 @@ access = logging.getLogger("holdfast.access")
 
 OPEN_PATHS = ("/", "/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
 IMPORT_PATH = "/sessions/import"
-STATELESS_PATHS = ("/v1/chat/completions", "/v1/completions")
+STATELESS_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499  # what nginx calls a client that left
 
@@ -85,7 +86,9 @@ class HttpMiddleware:
         headers = Headers(scope=call.scope)
         self._page_guard.check(headers)
         if call.scope["path"] not in OPEN_PATHS:
-            call.scope["holdfast.owner"] = self._keys.owner_of(headers.getlist("authorization"))
+            call.scope["holdfast.owner"] = self._keys.owner_of(
+                headers.getlist("authorization"), headers.getlist("x-api-key")
+            )
             self.running.check_open()
         length = headers.get("content-length", "")
         limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
@@ -142,7 +145,7 @@ class HttpMiddleware:
             return
         if call.status:  # too late for an answer: end the connection instead of pretending that all went well
             raise exc
-        response = response_for(exc, is_plain=self._is_plain, request_id=call.request_id)
+        response = response_for(exc, call.dialect, is_plain=self._is_plain, request_id=call.request_id)
         if response.status_code == 500 and not isinstance(exc, HoldfastError):
             logger.error(
                 "request %s failed: %s %s", call.request_id, call.scope["method"], call.scope["path"], exc_info=exc
@@ -181,6 +184,8 @@ class _Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send, extra: dict[str, str]) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         self.request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        self.dialect = scope["holdfast.dialect"] = dialect_of(scope["path"])
+        scope["holdfast.request_id"] = self.request_id
         self.scope = scope
         self.receive = receive
         self.status = 0
@@ -189,6 +194,8 @@ class _Call:
         self._is_events = False
         self._send = send
         self._extra = extra | {"x-request-id": self.request_id}
+        if self.dialect is not CHAT:
+            self._extra["request-id"] = self.request_id  # as Anthropic calls it
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -196,6 +203,10 @@ class _Call:
             headers = MutableHeaders(scope=message)
             self._is_events = headers.get("content-type", "").startswith("text/event-stream")
             headers.update(self._extra)
+            if session_id := self.scope.get("holdfast.session"):
+                headers["holdfast-session"] = session_id
+                for name in ("deprecation", "sunset", "link"):  # of a stateless request, which it is not
+                    del headers[name]
         elif not message.get("more_body"):
             self._has_ended = True
         await self._send(message)
@@ -203,7 +214,8 @@ class _Call:
     async def end_events(self, error: HoldfastError) -> None:
         """End a stream of events with an error. Of any other response that was begun the connection is closed."""
         if self._is_events and not self._has_ended:
-            await self.send({"type": "http.response.body", "body": sse(body_of(error)), "more_body": False})
+            event = self.dialect.error_event(*told(error))
+            await self.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 def owner_of(request: Request) -> str:

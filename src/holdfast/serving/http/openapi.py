@@ -28,6 +28,15 @@ def _parameter(name: str, about: str, where: str = "query", **schema: Any) -> di
 
 _SESSION = _parameter("session_id", "Id of the session", "path")
 _MODEL = _parameter("model", "Name of the model", "path")
+_RESPONSE = _parameter("response_id", "Id of the response", "path")
+_ITEMS = [
+    _parameter("order", "`desc` (default): the latest first; `asc`: the first", enum=["asc", "desc"]),
+    _parameter("after", "Items after the one with this id"),
+    _parameter("limit", "Items in one page; default: 20", type="integer", minimum=1, maximum=100),
+]
+_ANTHROPIC = "Anthropic's Messages API"
+_RESPONSES = "OpenAI's Responses API"
+_NEW_CONVERSATION = {"content": {"application/json": {"schema": {"type": "object"}}}}
 _SNAPSHOT = _parameter("snapshot", "Whether the file contains the session's cache", type="boolean", default=True)
 _LISTED = [
     _parameter("label", "Only sessions with this label"),
@@ -56,6 +65,38 @@ def _operation(about: str, *, body: type | None = None, status: int = 200, optio
     return operation
 
 
+def _translated(about: str, api: str, *required: str) -> dict[str, Any]:
+    """An operation whose body is that of another API, which is not described here again."""
+    described = f"As in {api}. What becomes of each field: docs/openai.md. Unknown fields are ignored and named."
+    schema = {"type": "object", "required": list(required), "description": described}
+    envelope = {"default": {"description": f"an error in the envelope of {api}"}}
+    operation = _operation(about)
+    operation["responses"] |= envelope
+    return operation | {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _translated_paths(base: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+    """The paths of Messages and Responses, without a session or below one."""
+    shared: dict[str, Any] = {"parameters": list(parameters)} if parameters else {}
+    one = {"parameters": [*parameters, _RESPONSE]}
+    about = "on the session: only new messages are computed" if parameters else "stateless"
+    return {
+        f"{base}/v1/messages": shared | {"post": _translated(f"A message, {about}", _ANTHROPIC, "messages")},
+        f"{base}/v1/messages/count_tokens": shared
+        | {"post": _translated("How many tokens the messages are, rendered as a whole", _ANTHROPIC, "messages")},
+        f"{base}/v1/responses": shared | {"post": _translated(f"A response, {about}", _RESPONSES)},
+        f"{base}/v1/responses/{{response_id}}": one
+        | {
+            "get": _operation("A response that was kept, or a turn on record"),
+            "delete": _operation("Forget a response; not on a session, which keeps its turns"),
+        },
+        f"{base}/v1/responses/{{response_id}}/input_items": one
+        | {"get": _operation("The input of a response, with all messages before it") | {"parameters": _ITEMS}},
+        f"{base}/v1/conversations": shared
+        | {"post": _operation("A new conversation, which responses can name") | {"requestBody": _NEW_CONVERSATION}},
+    }
+
+
 def _upload(about: str) -> dict[str, Any]:
     return _operation(about) | {"requestBody": {"required": True, "content": _FILE}}
 
@@ -74,10 +115,16 @@ def build() -> dict[str, Any]:
         "info": {"title": "Holdfast", "version": __version__},
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{"key": []}, {}],
-        "paths": _paths() | _session_paths(),
+        "security": [{"key": []}, {"x-api-key": []}, {}],
+        "paths": _paths()
+        | _translated_paths("")
+        | _session_paths()
+        | _translated_paths("/sessions/{session_id}", _SESSION),
     }
 
 
@@ -92,6 +139,11 @@ def _paths() -> dict[str, Any]:
         "/v1/models/{model}": {"parameters": [_MODEL], "get": _operation("The served model")},
         "/v1/chat/completions": {
             "post": _operation("Chat completion, stateless: the whole conversation is the prompt", body=ChatCompletion)
+        },
+        "/v1/conversations/{conversation_id}": {
+            "parameters": [_parameter("conversation_id", "Id of the conversation", "path")],
+            "get": _operation("The conversation"),
+            "delete": _operation("Forget the conversation"),
         },
         "/v1/completions": {"post": _operation("Text completion, stateless", body=Completion)},
         "/control/pause": {"post": _operation("Pause: no new generation begins (admin)") | {"parameters": _PAUSED}},

@@ -22,6 +22,7 @@ class ChatWriter:
     tokenizer: Tokenizer
     with_logprobs: bool = False
     with_meta_info: bool = False
+    with_matched_stop: bool = False
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -72,6 +73,8 @@ class ChatWriter:
             "logprobs": self._logprobs(ending.tokens) if self.with_logprobs else None,
             "finish_reason": ending.finish_reason,
         }
+        if self.with_matched_stop:
+            choice["matched_stop"] = ending.matched_stop  # as SGLang has it
         return choice | ({"meta_info": self._meta_info(ending)} if self.with_meta_info else {})
 
     def _logprobs(self, tokens: Sequence[Sampled]) -> Json:

@@ -1,9 +1,12 @@
-"""Replies to the client: whole, as server-sent events, or an upstream's bytes; and what if the client disconnects."""
+"""Replies to the client: whole, as server-sent events, or an upstream's bytes; and what if the client disconnects.
+
+Knows no API's format: a `ReplyFormat` writes what is sent.
+"""
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,17 +20,16 @@ from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.events import TurnEvent, TurnResponse, TurnStarted
 from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import NumberedEvent
-from holdfast.errors import HoldfastError
 from holdfast.generation import Constraint
-from holdfast.serving.http.error_response import INTERNAL, body_of
+from holdfast.metrics import Metrics
+from holdfast.serving.http.dialects.base import ReplyFormat, StreamEncoder
+from holdfast.serving.http.error_response import RefusedByUpstream, told
 from holdfast.serving.http.render import ChatWriter, Writer
-from holdfast.serving.http.schema import Sampling
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
+FIRST_PING_S = 1.0  # a stream begins within this time
+_MAX_IGNORED = 1000  # characters of the header that names what was ignored
 
 
 class ClientGone(Exception):
@@ -61,109 +63,158 @@ def compiled_for(request: Request, grammars: GrammarQueue) -> Callable[[Compilat
     return lambda compilation: unless_disconnected(request.receive, grammars.compiled(owner, compilation))
 
 
-class EventStreamResponse(Response):
-    """Sends what `chunks` yields. The first chunk was awaited before, so that an error there got its own status.
+def ignored_header(ignored: Sequence[str], metrics: Metrics) -> dict[str, str]:
+    """The header that names the ignored fields, as many as fit. They are counted."""
+    metrics.observe_ignored(ignored)
+    names, num_characters = [], 0
+    for path in ignored:
+        name = "".join(c if "!" <= c <= "~" and c != "," else "?" for c in path)
+        num_characters += len(name) + 1
+        if num_characters > _MAX_IGNORED:
+            names.append("...")
+            break
+        names.append(name)
+    return {"holdfast-ignored-fields": ",".join(names)} if names else {}
 
-    A client that reads so slowly that sending waits for it, for `stall_s` in all, counts as gone; 0: no limit.
-    """
+
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """`stall_s`: a client that reads so slowly that sending waits for it, for so long in all, counts as gone; 0: no
+    limit. `ping_s`: after so long without an event a stream sends a ping, the first one within a second; 0: never."""
+
+    stall_s: float = 0.0
+    ping_s: float = 0.0
+
+
+_NO_LIMITS = StreamTimes()
+
+
+async def stream_response(
+    request: Request,
+    chunks: AsyncGenerator[bytes, None],
+    *,
+    encoder: Callable[[], StreamEncoder],
+    headers: Callable[[], dict[str, str]],
+    times: StreamTimes,
+    on_sent: Callable[[], None] = lambda: None,
+) -> Response:
+    """Sends what `chunks` yields. An error before its first chunk is raised, so that it gets its own status, unless it
+    takes so long that a ping is due: then `headers` are what is known by now, and the error becomes an event."""
+    first = asyncio.ensure_future(anext(chunks, b""))
+    patience_s = min(times.ping_s, FIRST_PING_S) or None
+    try:
+        await unless_disconnected(request.receive, asyncio.wait((first,), timeout=patience_s))
+        if first.done():
+            first.result()
+        return EventStreamResponse(first, chunks, encoder, headers(), on_sent, times=times)
+    except BaseException:
+        await _ended(first, chunks)
+        raise
+
+
+async def _ended(first: "asyncio.Future[bytes]", chunks: AsyncGenerator[bytes, None]) -> None:
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await chunks.aclose()
+
+
+class EventStreamResponse(Response):
+    """A stream whose `first` chunk is there, or takes so long that a ping goes before it."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: bytes,
+        first: "asyncio.Future[bytes]",
         chunks: AsyncGenerator[bytes, None],
+        encoder: Callable[[], StreamEncoder],
         headers: dict[str, str],
-        on_sent: Callable[[], None] = lambda: None,
+        on_sent: Callable[[], None],
         *,
-        stall_s: float = 0.0,
+        times: StreamTimes,
     ) -> None:
-        super().__init__(headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        always = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        super().__init__(headers=headers | always | {"x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
+        self._encoder = encoder
         self._on_sent = on_sent
-        self._stall_s = stall_s
+        self._times = times
+        self._sent_at = 0.0
+        self._waited_s = 0.0
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._chunks):
+        try:
             await unless_disconnected(receive, self._send(send))
+        finally:
+            await _ended(self._first, self._chunks)
 
     async def _send(self, send: Send) -> None:
+        """An error that comes now is the last event: the status has been sent."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        clock, waited_s = asyncio.get_running_loop().time, 0.0
-        async for chunk in self._chunks:
-            started = clock()
-            try:
-                async with asyncio.timeout(self._stall_s - waited_s if self._stall_s else None):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except TimeoutError:
-                raise ClientGone from None
-            waited_s += clock() - started
+        pings = asyncio.ensure_future(self._ping(send)) if self._times.ping_s else None
+        try:
+            await self._send_chunk(send, await self._first)
+            async for chunk in self._chunks:
+                await self._send_chunk(send, chunk)
+        except ClientGone:
+            raise
+        except Exception as exc:  # noqa: BLE001 - told to the client
+            await self._send_chunk(send, self._encoder().error(*told(exc)))
+        finally:
+            if pings is not None:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self._on_sent()
 
+    async def _send_chunk(self, send: Send, chunk: bytes) -> None:
+        clock, stall_s = asyncio.get_running_loop().time, self._times.stall_s
+        started = clock()
+        try:
+            async with asyncio.timeout(stall_s - self._waited_s if stall_s else None), self._sending:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TimeoutError:
+            raise ClientGone from None
+        self._sent_at = clock()
+        self._waited_s += self._sent_at - started
 
-def sse(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-class ChunkEncoder:
-    """Reply events of one or several choices to server-sent events."""
-
-    def __init__(self, writer: Writer, body: Sampling) -> None:
-        self._writer = writer
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._num_calls: dict[int, int] = {}  # by choice; a choice that is not in it has not begun
-        self._ends: dict[int, ReplyEnd] = {}
-        self._has_begun = False
-
-    def encode(self, index: int, item: ReplyPiece | ReplyEnd) -> bytes:
-        """What an event of choice `index` adds to the stream; empty where that is nothing."""
-        chunks = b""
-        if index not in self._num_calls:
-            self._num_calls[index] = 0
-            if opening := self._writer.opening(index):
-                chunks = sse(opening)
-        if isinstance(item, ReplyEnd):
-            self._ends[index] = item
-            chunks += sse(self._writer.finish(index, item))
-        else:
-            if chunk := self._writer.chunk(index, item, self._num_calls[index]):
-                chunks += sse(chunk)
-            self._num_calls[index] += len(item.calls)
-        self._has_begun = self._has_begun or bool(chunks)
-        return chunks
-
-    def end(self) -> bytes:
-        usage = sse(self._writer.usage([self._ends[i] for i in sorted(self._ends)])) if self._with_usage else b""
-        return usage + DONE
-
-    def error(self, exc: Exception) -> bytes:
-        """An error as the last event of the stream. If nothing was sent yet, raises it: it gets a status of its own."""
-        if not self._has_begun:
-            raise exc
-        if isinstance(exc, HoldfastError):
-            return sse(body_of(exc))
-        logger.error("a stream failed", exc_info=exc)
-        return sse(INTERNAL)
+    async def _ping(self, send: Send) -> None:
+        """A ping at once if nothing is there yet, then one whenever nothing was sent for a while."""
+        clock, ping_s = asyncio.get_running_loop().time, self._times.ping_s
+        self._sent_at = clock() if self._first.done() else -ping_s
+        while True:
+            if (left_s := self._sent_at + ping_s - clock()) <= 0 and not self._sending.locked():
+                async with self._sending:
+                    await send({"type": "http.response.body", "body": self._encoder().ping(), "more_body": True})
+                self._sent_at = clock()
+            await asyncio.sleep(max(left_s, 0) or ping_s)
 
 
 # Stateless requests
 
 
 async def reply_response(
-    request: Request, body: Sampling, events: AsyncGenerator[NumberedEvent, None], writer: Writer, *, stall_s: float
+    request: Request,
+    events: AsyncGenerator[NumberedEvent, None],
+    reply: ReplyFormat,
+    writer: Writer,
+    *,
+    is_stream: bool,
+    with_usage: bool,
+    times: StreamTimes,
+    headers: Mapping[str, str],
 ) -> Response:
     """The response to a stateless request."""
-    if not body.stream:
+    if not is_stream:
         ends = await unless_disconnected(request.receive, _ends_of(events))
-        return Response(msgspec.json.encode(writer.whole(ends)), media_type="application/json")
-    chunks = _reply_chunks(events, ChunkEncoder(writer, body))
-    first = await unless_disconnected(request.receive, anext(chunks))
-    return EventStreamResponse(first, chunks, {}, stall_s=stall_s)
+        body = reply.whole(msgspec.json.encode(writer.whole(ends)), writer.id)
+        return Response(body, headers=headers, media_type="application/json")
+    encoder = reply.encoder(writer, with_usage=with_usage)
+    chunks = _reply_chunks(events, encoder)
+    return await stream_response(request, chunks, encoder=lambda: encoder, headers=lambda: dict(headers), times=times)
 
 
 async def _ends_of(events: AsyncGenerator[NumberedEvent, None]) -> list[ReplyEnd]:
@@ -176,94 +227,137 @@ async def _ends_of(events: AsyncGenerator[NumberedEvent, None]) -> list[ReplyEnd
 
 
 async def _reply_chunks(
-    events: AsyncGenerator[NumberedEvent, None], encoder: ChunkEncoder
+    events: AsyncGenerator[NumberedEvent, None], encoder: StreamEncoder
 ) -> AsyncGenerator[bytes, None]:
-    try:
-        async with contextlib.aclosing(events):
-            async for index, item in events:
-                if chunk := encoder.encode(index, item):
-                    yield chunk
-        yield encoder.end()
-    except Exception as exc:  # noqa: BLE001 - told to the client, or raised again
-        yield encoder.error(exc)
+    async with contextlib.aclosing(events):
+        async for index, item in events:
+            if chunk := encoder.encode(index, item):
+                yield chunk
+    if chunk := encoder.end():
+        yield chunk
 
 
 # Turns of a session
 
 
 class TurnResponder:
-    """The response to a request for a turn. `dropped` tells how many tokens have left the window by now."""
+    """The response to a request for a turn.
+
+    `writer` is this request's own; a retry that joins a turn gets that of the turn. `dropped` tells how many tokens
+    have left the window by now, `id_of` under which id the client knows a recorded turn.
+    """
 
     def __init__(
         self,
         events: AsyncGenerator[TurnEvent, None],
         *,
+        reply: ReplyFormat,
+        writer: ChatWriter,
         dropped: Callable[[], int],
         confirm: Callable[[int], None],
-        stall_s: float = 0.0,
+        id_of: Callable[[int], str] = lambda number: "",
+        with_usage: bool = False,
+        times: StreamTimes = _NO_LIMITS,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._events = events
+        self._reply = reply
+        self._writer = writer
         self._dropped = dropped
         self._confirm = confirm
-        self._stall_s = stall_s
+        self._id_of = id_of
+        self._with_usage = with_usage
+        self._times = times
+        self._extra = headers or {}
+        self._started: TurnStarted | None = None
+        self._encoder: StreamEncoder | None = None
         self.response: TurnResponse | None = None  # once the turn is recorded
 
-    async def respond(self, request: Request, body: Sampling | None, *, is_stream: bool) -> Response:
-        """`body`: the request to our own engine, whose replies stream; None where an upstream replies."""
-        first = await unless_disconnected(request.receive, anext(self._events))
-        if isinstance(first, TurnResponse):  # the last response again
-            self.response = first
-            return self._whole(first, {"idempotent-replayed": "true"}, is_stream=is_stream)
-        assert isinstance(first, TurnStarted)
-        if is_stream and body is not None:
-            assert isinstance(first.writer, ChatWriter)
-            chunks = self.chunks(ChunkEncoder(first.writer, body))
-            chunk = await unless_disconnected(request.receive, anext(chunks))
-            return EventStreamResponse(chunk, chunks, self._headers(first), self._sent, stall_s=self._stall_s)
-        response = await unless_disconnected(request.receive, self._collected())
-        headers = self._headers(first) if response.number is not None else {"holdfast-recorded": "false"}
-        return self._whole(response, headers, is_stream=is_stream)
-
-    async def chunks(self, encoder: ChunkEncoder) -> AsyncGenerator[bytes, None]:
-        """The rest of the turn as server-sent events. The finish chunk comes when the session is free again."""
-        end: ReplyEnd | None = None
+    async def respond(self, request: Request, *, is_stream: bool) -> Response:
+        if not is_stream:
+            await unless_disconnected(request.receive, self._collect())
+            return self._whole(request)
         try:
-            async with contextlib.aclosing(self._events):
-                async for item in self._events:
-                    if isinstance(item, TurnResponse):
-                        self.response = item
-                    elif isinstance(item, ReplyEnd):
-                        end = item
-                    elif isinstance(item, ReplyPiece) and (chunk := encoder.encode(0, item)):
-                        yield chunk
-            if end is not None:
-                yield encoder.encode(0, end)
-            yield encoder.end()
-        except Exception as exc:  # noqa: BLE001 - told to the client, or raised again
-            yield encoder.error(exc)
+            return await stream_response(
+                request,
+                self.chunks(),
+                encoder=self.encoder,
+                headers=self._headers,
+                times=self._times,
+                on_sent=self._sent,
+            )
+        except RefusedByUpstream:
+            return self._whole(request)
 
-    async def _collected(self) -> TurnResponse:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The turn as server-sent events. Its end comes when the session is free again."""
+        end: ReplyEnd | None = None
         async with contextlib.aclosing(self._events):
             async for item in self._events:
-                if isinstance(item, TurnResponse):
-                    self.response = item
-        assert self.response is not None
-        return self.response
+                if isinstance(item, ReplyPiece):
+                    if chunk := self.encoder().encode(0, item):
+                        yield chunk
+                elif isinstance(item, ReplyEnd):
+                    end = item
+                else:
+                    self._note(item)
+        if end is not None:
+            yield self.encoder().encode(0, end)
+            if chunk := self.encoder().end():
+                yield chunk
+            return
+        assert self.response is not None  # an upstream's, or the last one again
+        if self.response.status != 200:
+            raise RefusedByUpstream(self.response.body, self.response.status)
+        yield self.encoder().whole(self.response.body)
 
-    def _headers(self, started: TurnStarted) -> dict[str, str]:
-        headers = {"holdfast-dropped-tokens": str(self._dropped()), "holdfast-turn": started.turn_id}
-        if started.branched_below is not None:
-            headers["holdfast-branched"] = str(started.branched_below)
+    def encoder(self) -> StreamEncoder:
+        if self._encoder is None:
+            self._encoder = self._reply.encoder(self._told_writer(), with_usage=self._with_usage)
+        return self._encoder
+
+    def _told_writer(self) -> ChatWriter:
+        """With the id that the client is told: that of the turn that it has joined or gets again, else its own."""
+        if self._started is not None:
+            assert isinstance(self._started.writer, ChatWriter)
+            return self._started.writer
+        number = self.response.number if self.response else None
+        return replace(self._writer, id=(self._id_of(number) if number else "") or self._writer.id)
+
+    def _note(self, item: TurnEvent) -> None:
+        if isinstance(item, TurnStarted):
+            self._started = item
+        elif isinstance(item, TurnResponse):
+            self.response = item
+
+    async def _collect(self) -> None:
+        async with contextlib.aclosing(self._events):
+            async for item in self._events:
+                self._note(item)
+        assert self.response is not None
+
+    def _headers(self) -> dict[str, str]:
+        """What is known by now."""
+        headers = dict(self._extra) | dict(self.response.headers if self.response else {})
+        if self._started is None:
+            return headers | ({"idempotent-replayed": "true"} if self.response else {})
+        if self.response is not None and self.response.number is None:
+            return headers | {"holdfast-recorded": "false"}
+        headers |= {"holdfast-dropped-tokens": str(self._dropped()), "holdfast-turn": self._started.turn_id}
+        if self._started.branched_below is not None:
+            headers["holdfast-branched"] = str(self._started.branched_below)
         return headers
 
-    def _whole(self, response: TurnResponse, headers: dict[str, str], *, is_stream: bool) -> Response:
-        """The reply's own bytes; where a stream was asked for, as one chunk with its usage."""
-        headers = (dict(response.headers) or {"content-type": "application/json"}) | headers
-        background = BackgroundTask(self._call_sent)
-        if is_stream and response.status == 200:
-            headers |= {"content-type": "text/event-stream", "cache-control": "no-cache"}
-            return Response(as_events(response.body), 200, headers, background=background)
-        return Response(response.body, response.status, headers, background=background)
+    def _whole(self, request: Request) -> Response:
+        response, headers = self.response, {"content-type": "application/json"} | self._headers()
+        assert response is not None
+        if response.status == 200:
+            body = self._reply.whole(response.body, self._told_writer().id)
+        else:
+            body = self._reply.refusal(response.body, response.status, request.scope["holdfast.request_id"])
+        if body is not response.body:
+            headers["content-type"] = "application/json"
+        return Response(body, response.status, headers, background=BackgroundTask(self._call_sent))
 
     async def _call_sent(self) -> None:
         self._sent()
@@ -271,15 +365,3 @@ class TurnResponder:
     def _sent(self) -> None:
         if self.response is not None and self.response.number is not None:
             self._confirm(self.response.number)
-
-
-def as_events(body: bytes) -> bytes:
-    """A whole chat completion as the events of a stream, every value spelled as it was."""
-    reply = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    choices = []
-    for choice in msgspec.json.decode(reply["choices"], type=list[dict[str, msgspec.Raw]]):
-        message: dict[str, Any] = msgspec.json.decode(choice["message"], type=dict[str, msgspec.Raw])
-        if calls := msgspec.json.decode(message.get("tool_calls", b"null"), type=list[dict[str, msgspec.Raw]] | None):
-            message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        choices.append({key: value for key, value in choice.items() if key != "message"} | {"delta": message})
-    return sse(reply | {"object": "chat.completion.chunk", "choices": choices}) + DONE

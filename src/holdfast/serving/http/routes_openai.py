@@ -8,10 +8,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chats.events import ChatRequest
 from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import ModelNotFound
+from holdfast.metrics import Metrics
+from holdfast.serving.http.dialects.chat import ChatReplies
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import (
     chat_request,
@@ -22,8 +25,11 @@ from holdfast.serving.http.parse import (
     stop_strings,
     unread_fields,
 )
-from holdfast.serving.http.render import ChatWriter, TextWriter
-from holdfast.serving.http.response import compiled_for, reply_response
+from holdfast.serving.http.reading import ChatCall, read_chat
+from holdfast.serving.http.render import TextWriter
+from holdfast.serving.http.response import StreamTimes, compiled_for, ignored_header, reply_response
+from holdfast.serving.http.response_store import ResponseStore
+from holdfast.serving.http.routes_responses import keeping, kept_messages
 from holdfast.serving.http.schema import ChatCompletion, Completion
 from holdfast.sessions.ports import ModelInfo
 
@@ -35,35 +41,29 @@ class OpenAIRoutes:
         model: ModelInfo,
         replies: StatelessReplies,
         grammars: GrammarQueue,
+        metrics: Metrics,
         *,
+        store: ResponseStore,
+        times: StreamTimes,
         as_sglang: bool = False,
         may_ignore: bool = True,
-        stall_s: float = 0.0,
     ) -> None:
         self._chat = chat
         self._as_sglang = as_sglang
         self._may_ignore = may_ignore
         self._grammars = grammars
+        self._metrics = metrics
         self._model = model
         self._replies = replies
-        self._stall_s = stall_s
+        self._store = store
         self._unread = unread_fields(chat)
+        self._times = times
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
-        raw = await request.body()
-        decoded = await decode_chat(raw, ChatCompletion, may_ignore=self._may_ignore, unread=self._unread)
-        body, fields = decoded.body, decoded.fields
+        call, chat_body = await self._read(request)
+        body, raw = call.body, call.raw
         chat, model = self._chat, self._model
-        chat_body = await chat_request(
-            body,
-            chat,
-            model,
-            compiled=compiled_for(request, self._grammars),
-            fields=fields,
-            num_bytes=len(raw),
-            as_sglang=self._as_sglang,
-        )
         pinned = None
         if body.input_ids is not None:
             ids, is_reasoning = checked_ids(body.input_ids, "input_ids", model), False
@@ -89,18 +89,41 @@ class OpenAIRoutes:
             may_truncate=chat_body.may_truncate,
             pin_tokens=max(model.sink, pinned or 0),
         )
-        writer = ChatWriter(
-            model=model.name,
-            tokenizer=chat.tokenizer,
-            with_logprobs=bool(body.logprobs),
-            with_meta_info=bool(body.return_meta_info),
+        return await reply_response(
+            request,
+            self._replies.replies(owner_of(request), stateless),
+            keeping(self._store, owner_of(request), call),
+            call.writer(model, chat.tokenizer),
+            is_stream=bool(body.stream),
+            with_usage=call.with_usage,
+            times=self._times,
+            headers=ignored_header(call.ignored, self._metrics),
         )
-        events = self._replies.replies(owner_of(request), stateless)
-        return await reply_response(request, body, events, writer, stall_s=self._stall_s)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens the messages are, rendered as a whole."""
+        call, chat_body = await self._read(request)
+        given = (chat_body.messages, chat_body.tools, chat_body.variables)
+        prompt = await run_off_loop(partial(self._chat.continuation.first, *given), len(call.raw))
+        return JSONResponse({"input_tokens": len(prompt.ids)}, headers=ignored_header(call.ignored, self._metrics))
+
+    async def _read(self, request: Request) -> tuple[ChatCall[ChatCompletion], ChatRequest]:
+        earlier = partial(kept_messages, self._store, owner_of(request))
+        call = await read_chat(request, ChatCompletion, earlier, may_ignore=self._may_ignore, unread=self._unread)
+        return call, await chat_request(
+            call.body,
+            self._chat,
+            self._model,
+            compiled=compiled_for(request, self._grammars),
+            fields=call.decoded.fields,
+            num_bytes=len(call.raw),
+            as_sglang=self._as_sglang,
+        )
 
     async def completions(self, request: Request) -> Response:
         raw = await request.body()
-        body = (await decode_chat(raw, Completion, may_ignore=self._may_ignore)).body
+        decoded = await decode_chat(raw, Completion, may_ignore=self._may_ignore)
+        body = decoded.body
         chat, model = self._chat, self._model
         stateless = StatelessRequest(
             prompts=await run_off_loop(partial(prompts, body, chat, model), len(raw)),
@@ -117,8 +140,16 @@ class OpenAIRoutes:
             field="prompt",
         )
         writer = TextWriter(model=model.name, tokenizer=chat.tokenizer, with_logprobs=body.logprobs is not None)
-        events = self._replies.replies(owner_of(request), stateless)
-        return await reply_response(request, body, events, writer, stall_s=self._stall_s)
+        return await reply_response(
+            request,
+            self._replies.replies(owner_of(request), stateless),
+            ChatReplies(),
+            writer,
+            is_stream=bool(body.stream),
+            with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            times=self._times,
+            headers=ignored_header(decoded.ignored, self._metrics),
+        )
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry()]})

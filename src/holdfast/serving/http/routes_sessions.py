@@ -11,15 +11,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.backends.transport import Routes, Transport, forward, match_route
-from holdfast.chats.events import TurnRequest
+from holdfast.chats.events import ChatRequest, TurnRequest
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
+from holdfast.serving.http.dialects import CHAT
+from holdfast.serving.http.dialects.base import Dialect
+from holdfast.serving.http.dialects.responses import CONVERSATION
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, decode, decode_chat, relayed_request, unread_fields
-from holdfast.serving.http.render import ChatWriter
-from holdfast.serving.http.response import TurnResponder, compiled_for, unless_disconnected
+from holdfast.serving.http.parse import chat_request, decode, relayed_request, unread_fields
+from holdfast.serving.http.reading import ChatCall, agent_ids, read_chat
+from holdfast.serving.http.response import (
+    StreamTimes,
+    TurnResponder,
+    compiled_for,
+    ignored_header,
+    unless_disconnected,
+)
+from holdfast.serving.http.routes_responses import recorded_messages
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.ports import ChatUpstream
@@ -28,18 +38,20 @@ from holdfast.sessions.view import SessionState, page_of, page_start
 
 class SessionRoutes:
     """`upstream`: the server that generates, if it is not our engine. It knows more request fields than we do.
-    `as_sglang`: tools are rendered in SGLang's field order. `may_ignore`: unknown fields are ignored, not refused."""
+    `as_sglang`: tools are rendered in SGLang's field order."""
 
     def __init__(
         self,
         chats: ChatService,
         *,
+        times: StreamTimes,
         upstream: ChatUpstream | None = None,
         as_sglang: bool = False,
         may_ignore: bool = True,
     ) -> None:
         self._as_sglang = as_sglang
         self._may_ignore = may_ignore
+        self._times = times
         self._chats = chats
         self._runtime = chats.setup.runtime
         self._upstream = upstream
@@ -97,29 +109,41 @@ class SessionRoutes:
 
     async def session_chat(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)
-        self._chats.get(session_id, owner)  # an unknown session is reported before a malformed body
-        body, turn_request = await self._turn_request(request, await request.body())
+        trajectory = self._chats.get(session_id, owner)  # an unknown session is reported before a malformed body
+        kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
+        earlier = partial(recorded_messages, trajectory)
+        call = await read_chat(request, kind, earlier, may_ignore=self._may_ignore, unread=self._unread)
+        if self._upstream:
+            call = call.without(self._upstream.left_out(call.decoded.fields, may_ignore=self._may_ignore))
+        writer = call.writer(self._runtime.model, self._chats.setup.chat.tokenizer)
+        names = {CONVERSATION: call.translated.conversation} if call.translated.conversation else {}
+        turn_request = TurnRequest(
+            request=await self._chat_request(request, call),
+            writer=writer,
+            key=await run_off_loop(partial(_key, request, call.raw), len(call.raw)),
+            agent=agent_ids(request.headers) | names,
+            response_id="" if call.dialect is CHAT else writer.id,
+        )
         events = self._chats.turn(session_id, owner, turn_request)
         responder = TurnResponder(
             events,
+            reply=call.translated.reply,
+            writer=writer,
             dropped=lambda: self._runtime.find(session_id, owner).num_dropped(self._runtime.model.recent),
             confirm=lambda number: self._chats.confirm(session_id, number),
-            stall_s=self._chats.setup.stream_stall_s,
+            id_of=lambda number: trajectory.tree.nodes[number - 1].turn.facts.response_id,
+            with_usage=call.with_usage,
+            times=self._times,
+            headers=ignored_header(call.ignored, self._runtime.metrics),
         )
         try:
-            own = body if isinstance(body, ChatCompletion) else None
-            return await responder.respond(request, own, is_stream=bool(body.stream))
+            return await responder.respond(request, is_stream=bool(call.body.stream))
         except BaseException:
             await events.aclose()
             raise
 
-    async def _turn_request(self, request: Request, raw: bytes) -> tuple[ChatCompletion | RelayedChat, TurnRequest]:
-        chat, model = self._chats.setup.chat, self._runtime.model
-        kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
-        decoded = await decode_chat(raw, kind, may_ignore=self._may_ignore, unread=self._unread)
-        if self._upstream:
-            decoded = decoded.without(self._upstream.left_out(decoded.fields, may_ignore=self._may_ignore))
-        body, fields = decoded.body, decoded.fields
+    async def _chat_request(self, request: Request, call: ChatCall[ChatCompletion | RelayedChat]) -> ChatRequest:
+        body, chat = call.body, self._chats.setup.chat
         if body.n not in (None, 1):
             raise InvalidArgument("n must be 1 on a session; fork the session to get several replies", param="n")
         if body.input_ids is not None:
@@ -127,33 +151,28 @@ class SessionRoutes:
                 "input_ids: not allowed on a session, which keeps its own token ids", param="input_ids"
             )
         if isinstance(body, ChatCompletion):
-            chat_body = await chat_request(
+            return await chat_request(
                 body,
                 chat,
-                model,
+                self._runtime.model,
                 compiled=compiled_for(request, self._chats.setup.grammars),
-                fields=fields,
-                num_bytes=len(raw),
+                fields=call.decoded.fields,
+                num_bytes=len(call.raw),
                 as_sglang=self._as_sglang,
             )
-        else:
-            relayed = partial(relayed_request, body, chat, fields=fields, num_bytes=len(raw))
-            chat_body = await run_off_loop(partial(relayed, as_sglang=self._as_sglang), len(raw))
-        writer = ChatWriter(
-            model=model.name,
-            tokenizer=chat.tokenizer,
-            with_logprobs=isinstance(body, ChatCompletion) and bool(body.logprobs),
-            with_meta_info=isinstance(body, ChatCompletion) and bool(body.return_meta_info),
-        )
-        return body, TurnRequest(
-            request=chat_body, writer=writer, key=await run_off_loop(partial(_key, request, raw), len(raw))
-        )
+        relayed = partial(relayed_request, body, chat, fields=call.decoded.fields, num_bytes=len(call.raw))
+        return await run_off_loop(partial(relayed, as_sglang=self._as_sglang), len(call.raw))
 
 
 def _key(request: Request, raw: bytes) -> IdempotencyKey:
+    """The same body in another dialect is another request."""
+    dialect: Dialect = request.scope["holdfast.dialect"]
     retries = request.headers.get("x-stainless-retry-count", "")
     is_retry = retries.isascii() and retries.isdigit() and int(retries) > 0
-    return IdempotencyKey.of(raw, key=request.headers.get("idempotency-key", ""), is_retry=is_retry)
+    key, body = request.headers.get("idempotency-key", ""), raw
+    if dialect is not CHAT:
+        key, body = f"{dialect.name}:{key}" if key else "", dialect.name.encode() + b"\0" + raw
+    return IdempotencyKey.of(body, key=key, is_retry=is_retry)
 
 
 def _state(query: QueryParams) -> SessionState | None:
@@ -190,6 +209,7 @@ class UpstreamRoutes:
     def __init__(self, chats: ChatService, upstream: Upstream) -> None:
         self._chats = chats
         self._upstream = upstream
+        self._unread = frozenset() if upstream else unread_fields(chats.setup.chat)
 
     async def passed(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)

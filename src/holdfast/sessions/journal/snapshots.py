@@ -99,6 +99,15 @@ class SnapshotStore:
         with self._lock:
             self._drop(session_id)
 
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._memory or session_id in self._disk
+
+    def delete_all(self, prefix: str) -> None:
+        """Delete those whose ids begin so."""
+        with self._lock:
+            for session_id in [id for id in (*self._memory, *self._disk) if id.startswith(prefix)]:
+                self._drop(session_id)
+
     def spill(self) -> None:
         """Bring to disk what is in memory, as far as the budget goes; for a shutdown."""
         with self._lock:
