@@ -515,6 +515,33 @@ async def test_a_response_continues_the_one_before_with_only_what_is_new() -> No
         ]
 
 
+async def test_a_thread_of_messages_continues_with_system_tools_and_all_that_was_said() -> None:
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    first = {"system": "Be brief.", "tools": [tool], "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    async with talking() as (client, _):
+        session = await open_session(client, history="forest")
+        path = f"/sessions/{session}/v1/messages"
+        reply = (await client.post(path, json=first | {"thread": {"type": "create"}})).json()
+        more = {"messages": [{"role": "user", "content": "More"}], "max_tokens": 4}
+        goes_on = more | {"thread": {"type": "continue", "previous_message_id": reply["id"]}}
+        answer = await client.post(path, json=goes_on)
+        assert answer.status_code == 200, answer.text
+        info = (await client.get(f"/sessions/{session}")).json()
+        assert [node["parent"] for node in info["metadata"]["tree"]] == [0, 1]
+        assert [message["content"] for message in info["messages"]][::2] == [
+            "Be brief.",
+            reply["content"][0]["text"],
+            answer.json()["content"][0]["text"],
+        ]
+        for refused_path in (path, "/v1/messages"):
+            unknown = more | {"thread": {"type": "continue", "previous_message_id": "msg_unknown"}}
+            refusal = await client.post(refused_path, json=unknown)
+            assert refusal.status_code == 404
+            assert refusal.json()["error"]["details"] == {"error_code": "thread_not_found"}
+        again = await client.post(path, json=goes_on | {"system": "Be brief."})
+        assert "system" in refused(again)
+
+
 async def test_instructions_are_not_inherited() -> None:
     async with talking() as (client, _):
         first = (

@@ -20,7 +20,7 @@ from holdfast.sessions.ports import ModelInfo
 
 T = TypeVar("T", bound=ChatCompletion | RelayedChat)
 
-Earlier = Callable[[Translated], Sequence[Message]]  # the messages on record that a request continues
+Earlier = Callable[[Translated], Mapping[str, Any]]  # the messages on record that a request continues, and tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,9 @@ async def read_chat(
         where = translated.ignored[0]
         raise InvalidArgument(f"{where} is not supported here", param=where)
     first = [translated.instructions] if translated.instructions else []
-    messages = [*first, *earlier(translated), *translated.fields["messages"]]
-    convert = partial(convert_chat, translated.fields | {"messages": messages}, kind, may_ignore=may_ignore)
+    found = earlier(translated)
+    messages = [*first, *found["messages"], *translated.fields["messages"]]
+    convert = partial(convert_chat, translated.fields | {**found, "messages": messages}, kind, may_ignore=may_ignore)
     decoded = await run_off_loop(partial(convert, unread=unread, num_bytes=len(raw)), len(raw))
     return ChatCall(decoded=decoded, translated=translated, dialect=dialect, raw=raw)
 

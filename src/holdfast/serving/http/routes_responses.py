@@ -1,6 +1,5 @@
 """Routes of the Responses API besides creating a response: what is kept, of sessions and without one."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,15 +130,18 @@ def messages_before(node: Node) -> list[Message]:
     return list(node.spoken())[has_instructions(node) :]
 
 
-def recorded_messages(trajectory: Trajectory, translated: Translated) -> list[Message]:
+def recorded(trajectory: Trajectory, translated: Translated) -> Json:
     """What a request on a session continues that sends only what is new."""
+    node = None
     if translated.previous:
-        return messages_before(find_response(trajectory, translated.previous))
-    if translated.conversation:
+        node = find_response(trajectory, translated.previous)
+    elif translated.conversation:
         nodes, name = reversed(trajectory.tree.nodes), translated.conversation
         node = next((node for node in nodes if node.turn.facts.agent.get(CONVERSATION) == name), None)
-        return messages_before(node) if node else []
-    return []
+    found: Json = {"messages": messages_before(node) if node else []}
+    if node is not None and translated.inherits_tools:
+        found["tools"] = msgspec.json.decode(node.turn.root.tools)
+    return found
 
 
 def keeping(store: ResponseStore, owner: str, call: ChatCall[ChatCompletion]) -> ReplyFormat:
@@ -159,10 +161,10 @@ def keeping(store: ResponseStore, owner: str, call: ChatCall[ChatCompletion]) ->
     return replace(reply, keep=keep)
 
 
-def kept_messages(store: ResponseStore, owner: str, translated: Translated) -> Sequence[Message]:
+def kept(store: ResponseStore, owner: str, translated: Translated) -> Json:
     """The same without a session."""
     id = translated.previous or translated.conversation
-    return store.get(owner, id).messages if id else ()
+    return {"messages": store.get(owner, id).messages if id else ()}
 
 
 def _new_conversation(raw: bytes) -> tuple[list[Message], Json]:

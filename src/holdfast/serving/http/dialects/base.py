@@ -60,8 +60,8 @@ class Translated:
     """A request as the fields of a chat completion request, and how its reply is written.
 
     `ignored`: the paths of what was left out. `previous`: the response that the messages continue, if they are only the
-    new ones; `conversation`: or the conversation. `instructions`: a message that goes before all others, and that no
-    later request inherits.
+    new ones; `conversation`: or the conversation. `inherits_tools`: with the tools of that response. `instructions`: a
+    message that goes before all others, and that no later request inherits.
     """
 
     fields: Json
@@ -69,6 +69,7 @@ class Translated:
     ignored: tuple[str, ...] = ()
     previous: str = ""
     conversation: str = ""
+    inherits_tools: bool = False
     instructions: Message | None = None
 
 

@@ -11,6 +11,8 @@
 | `tool_choice` | the same choice of chat completions; `disable_parallel_tool_use` is `parallel_tool_calls: false` |
 | `thinking` | the template variable `enable_thinking` |
 | `output_config` | `format` restricts the reply to a schema; `effort` is `reasoning_effort` |
+| `thread` of type `create` | nothing: every reply on a session can be continued |
+| `thread` of type `continue` | what is on record up to that message goes before; without a session, 404 |
 | images, documents and other blocks | refused by their path |
 | other fields of the request | left out and named in `holdfast-ignored-fields` |
 """
@@ -23,6 +25,7 @@ from typing import Any
 import msgspec
 
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
+from holdfast.errors import ResponseNotFound
 from holdfast.serving.http.dialects.base import (
     Completion,
     Json,
@@ -39,7 +42,10 @@ from holdfast.serving.http.dialects.base import (
 from holdfast.serving.http.render import Writer
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-_READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"}
+_READ = {
+    *_SAME,
+    *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config", "thread"),
+}
 _RAW = "_raw_arguments"  # holds the arguments of a call that spell no JSON object
 _NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
@@ -78,13 +84,33 @@ class MessagesDialect:
             chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
         chat |= _output(as_object(body.get("output_config"), "output_config"))
         ignored = (*sorted(set(body) - _READ), *left_out)
-        return Translated(fields=chat, reply=MessageReplies(), ignored=ignored)
+        previous = _previous(as_object(body.get("thread"), "thread"), body)
+        return Translated(
+            fields=chat, reply=MessageReplies(), ignored=ignored, previous=previous, inherits_tools=bool(previous)
+        )
 
     def error(self, envelope: Json, status: int, request_id: str) -> Json:
-        return error_body(in_own_names(envelope, _NAMES)["error"]["message"], status, request_id)
+        body = error_body(in_own_names(envelope, _NAMES)["error"]["message"], status, request_id)
+        if envelope["error"].get("code") == ResponseNotFound.code:  # so that a client sends the whole conversation
+            body["error"]["details"] = {"error_code": "thread_not_found"}
+        return body
 
     def error_event(self, envelope: Json, status: int) -> bytes:
         return event("error", self.error(envelope, status, ""))
+
+
+def _previous(thread: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """The message that a request continues which sends only what is new."""
+    if (kind := thread.get("type")) in (None, "create"):
+        return ""
+    if kind != "continue":
+        raise invalid("thread.type", f"must be create or continue, got {kind!r}")
+    for name in ("system", "tools"):
+        if body.get(name):
+            raise invalid(name, "must not be sent again when a thread is continued")
+    if not (previous := as_text(thread.get("previous_message_id"), "thread.previous_message_id")):
+        raise invalid("thread.previous_message_id", "is missing")
+    return previous
 
 
 def _system(raw: Any) -> Iterator[Json]:
