@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tests.agents.agent import Agent, install
 from tests.agents.npm_agents import NPM_AGENTS
+from tests.agents.python_agents import PYTHON_AGENTS
 from tests.agents.runner import run
 
-AGENTS: dict[str, Agent] = {agent.name: agent for agent in NPM_AGENTS}
+AGENTS: dict[str, Agent] = {agent.name: agent for agent in (*NPM_AGENTS, *PYTHON_AGENTS)}
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ class Command:
     """`env` comes on top of the few variables that every run has. `says`: what its output must contain, if anything.
 
     `typed`: runs in a terminal, where these are typed, each with Enter: the first when `says` was shown, the next ones
-    a moment later.
+    a moment later. `writes`: a file of the working directory and what it must contain afterwards.
     """
 
     argv: Sequence[str]
@@ -50,11 +50,14 @@ class Command:
     stdin: str = ""
     says: str = ""
     typed: Sequence[str] = ()
+    writes: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
     """`packages`: pinned, each NAME@VERSION for npm or NAME==VERSION for pip. `commands` run one after the other.
+
+    `wheels`: what a pip agent installs by itself during a run, which has no network; they come to the folder `wheels`.
 
     `commands` may write files to the place's home and work directories.
     """
@@ -62,11 +65,12 @@ class Agent:
     name: str
     kind: Literal["npm", "pip"]
     packages: Sequence[str]
-    dialect: Literal["chat", "messages", "responses"]
+    dialect: str
     scenarios: Sequence[str]
     commands: Callable[[Place], Sequence[Command]]
     script: Script = by_plan
     limit_s: int = 240
+    wheels: Sequence[str] = ()
 
 
 def agents_folder() -> Path:
@@ -87,7 +91,10 @@ def install(agent: Agent) -> None:
     if agent.kind == "pip":
         if not (prefix / "bin/python").exists():
             subprocess.run([sys.executable, "-m", "venv", str(prefix)], check=True)
-        subprocess.run([str(prefix / "bin/python"), "-m", "pip", "install", "-q", *agent.packages], check=True)
+        pip = [str(prefix / "bin/python"), "-m", "pip"]
+        subprocess.run([*pip, "install", "-q", *agent.packages], check=True)
+        if agent.wheels:
+            subprocess.run([*pip, "download", "-q", "-d", str(prefix / "wheels"), *agent.wheels], check=True)
         return
     npm = ["npm", "install", "--no-audit", "--no-fund", "--prefix"]
     if _node_version() < OLDEST_NODE:

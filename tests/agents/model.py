@@ -5,7 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,24 @@ class ScriptedModel(FakeSGLang):
             said = Reply(content="ok")
         else:
             said = self.script(request["messages"], request.get("tools") or [])
-        ids = self._tokenizer.encode(said.spelled() + _EOS)
+        said, ids, ended_by = self._written(said, request.get("stop"))
         is_cut = len(ids) > limit
         ids = ids[:limit]
         await asyncio.sleep(LATE_S if reply.fault.status == 500 else said.wait_s)
         if reply.request.headers.get("x-smg-routing-key") != "holdfast-probe" and reply.fault == Fault():
             self._note(request, prompt, ids, started)
-        await reply.send(self._completion(request["messages"], prompt, ids, said, is_cut=is_cut))
+        finish = {"type": "length", "length": limit} if is_cut else ended_by
+        await reply.send(self._completion(request["messages"], prompt, ids, said, finish))
+
+    def _written(self, said: Reply, stop: Any) -> tuple[Reply, list[int], Json]:
+        """The reply without what begins with a stop string, its tokens with that string, and what has ended it."""
+        stops = [one for one in ([stop] if isinstance(stop, str) else stop or []) if one in said.content]
+        if not stops:
+            return said, self._tokenizer.encode(said.spelled() + _EOS), {"type": "stop", "matched": 151_645}
+        first = min(stops, key=said.content.index)
+        at = said.content.index(first)
+        kept, sampled = (replace(said, content=said.content[:end], calls=()) for end in (at, at + len(first)))
+        return kept, self._tokenizer.encode(sampled.spelled()), {"type": "stop", "matched": first}
 
     def _note(self, request: Json, prompt: list[int], ids: list[int], started: float) -> None:
         tools = [tool.get("function", {}).get("name") for tool in request.get("tools") or []]
@@ -81,15 +92,12 @@ class ScriptedModel(FakeSGLang):
             with self.log.open("a") as stream:
                 stream.write(json.dumps(self.exchanges[-1]) + "\n")
 
-    def _completion(
-        self, messages: list[Json], prompt: list[int], ids: list[int], said: Reply, *, is_cut: bool
-    ) -> Json:
+    def _completion(self, messages: list[Json], prompt: list[int], ids: list[int], said: Reply, finish: Json) -> Json:
         text = self._tokenizer.decode(ids, skip_special=True)
         message: Json = {"role": "assistant", "content": said.content, "reasoning_content": said.reasoning or None}
         message["tool_calls"] = [_call(call, messages, at) for at, call in enumerate(said.calls)] or None
-        if is_cut:  # a server that parses replies finds neither reasoning nor a call that is over
+        if finish["type"] == "length":  # a server that parses replies finds neither reasoning nor a call that is over
             message |= {"content": text, "reasoning_content": None, "tool_calls": None}
-        finish = {"type": "length", "length": len(ids)} if is_cut else {"type": "stop", "matched": ids[-1]}
         entries = [[-(1 + (at * 37 + token) % 100) / 64, token, None] for at, token in enumerate(ids)]
         counts = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         choice = {

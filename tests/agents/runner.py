@@ -222,8 +222,11 @@ async def _ran(command: Command, place: Place, folder: Path, limit_s: int) -> Ch
             _end_group(process.pid)
     said = (folder / f"output.{number}").read_bytes()
     is_said = _plain(command.says.encode()) in _plain(said)
-    is_ok = code == "0" and is_said
+    name, text = command.writes or ("", "")
+    is_written = not name or ((file := place.work / name).is_file() and file.read_text() == text)
+    is_ok = code == "0" and is_said and is_written
     detail = "" if is_said else f", and its output lacks {command.says!r}"
+    detail += "" if is_written else f", and it did not do its work: {name}"
     return Check(f"exit code of command {number + 1}", is_ok, code + detail + ("" if is_ok else f": {said[-600:]!r}"))
 
 
@@ -327,7 +330,7 @@ def _no_errors(state: Any) -> Check:
 
 def _branched(scenario: str, state: Any) -> Check:
     """The scenario did happen: subagents are conversations of their own, and a compaction begins another one."""
-    wanted, found = _LEAST_LEAVES.get(scenario, 1), _num_leaves(state["metadata"]["tree"])
+    wanted, found = _LEAST_LEAVES.get(scenario.rpartition(":")[2], 1), _num_leaves(state["metadata"]["tree"])
     return Check("the tree has the branches of the scenario", found >= wanted, f"{found}, expected {wanted} or more")
 
 
