@@ -192,7 +192,7 @@ PYTHON_AGENTS = (
         ["litellm==1.106.2", "mcp==2.3.0"],
         "chat, messages, responses",
         _scenarios(
-            ["chat", "chat-stream", "messages", "messages-stream", "responses", "responses-stream"],
+            ["chat", "chat-stream", "messages", "responses", "responses-stream"],
             LOOP,
             "messages:slow",
         ),
