@@ -309,7 +309,13 @@ BAD_CHATS: dict[str, tuple[bytes, str | None]] = {
         "response_format.json_schema.schema",
     ),
     "tool without a function": (chat_with('"tools": [{"type": "function"}]'), "tools[0].function"),
-    "tool of another type": (chat_with('"tools": [{"type": "retrieval", "function": {"name": "x"}}]'), "tools[0].type"),
+    "tool without a type": (chat_with('"tools": [{"function": {"name": "x"}}]'), "tools[0].type"),
+    "4,097 tools": (
+        chat_with(f'"tools": {json.dumps([{"type": "function", "function": {"name": "x"}}] * 4097)}'),
+        "tools",
+    ),
+    "no text wanted": (chat_with('"modalities": ["audio"]'), "modalities"),
+    "custom tool without a name": (chat_with('"tools": [{"type": "custom", "custom": {}}]'), "tools[0].function.name"),
     "tool twice": (
         chat_with('"tools": [%s, %s]' % (('{"type": "function", "function": {"name": "x"}}',) * 2)),
         "tools[1].function.name",

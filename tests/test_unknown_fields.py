@@ -1,14 +1,17 @@
 """Fields that agents send and that mean nothing here: left out and named, or refused, as the server is set."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from holdfast.chat.messages import MAX_IGNORED, IgnoredFields, read_messages
+from holdfast.chat.template import ChatTemplate
+from holdfast.engine.slab import SlabShape
 from holdfast.errors import InvalidArgument
-from holdfast.serving.http.parse import convert_chat, decode_chat
+from holdfast.serving.http.parse import convert_chat, decode_chat, template_variables, unread_fields
 from holdfast.serving.http.schema import ChatCompletion, Completion, RelayedChat
 from tests.serving import default_chat, serving, wordy_engine
 from tests.talking import chat_path, error_of, open_session, said
@@ -114,6 +117,7 @@ def test_top_level_fields_leave_what_is_recorded_and_null_is_not_named() -> None
         ({"stream_options": {"x": 1}}, "stream_options.x"),
         ({"messages": [{"role": "user", "content": "hi", "x": 1}]}, "messages[0].x"),
         ({"tools": [{**TOOL, "cache_control": {}}]}, "tools[0].cache_control"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "auto"}, "tools[0].type"),
     ],
 )
 @pytest.mark.parametrize("setting", ["ignore", "reject"])
@@ -127,5 +131,81 @@ async def test_the_server_ignores_or_rejects_as_it_is_set(setting: str, fields: 
             reply = await client.post(path, json=said("hi") | fields)
             if setting == "ignore":
                 assert reply.status_code == 200, reply.text
+                assert reply.headers["holdfast-ignored-fields"] == param.removesuffix(".type").replace("\n", "?")
             else:
                 assert (reply.status_code, error_of(reply)["param"]) == (400, param)
+
+
+# Fields that are known, and have no effect or a bounded one
+
+
+def custom(name: str, **about: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": name, **about}}
+
+
+def function(name: str, **about: Any) -> dict[str, Any]:
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return {"type": "function", "function": {"name": name, **about, "parameters": text}}
+
+
+@pytest.mark.parametrize("kind", [ChatCompletion, RelayedChat])
+def test_a_custom_tool_is_a_function_with_one_text_and_other_types_are_left_out(kind: Any) -> None:
+    tools = [TOOL, {"type": "web_search"}, custom("shell", description="runs", format={"type": "text"})]
+    given = said("Hi", tools=tools, tool_choice={"type": "custom", "custom": {"name": "shell"}})
+    decoded = convert_chat(given, kind, may_ignore=True)
+    assert decoded.fields["tools"] == [TOOL, function("shell", description="runs")]
+    assert decoded.fields["tool_choice"] == {"type": "function", "function": {"name": "shell"}}
+    assert decoded.ignored == ("tools[1]", "tools[2].custom.format")
+    given = said("Hi", tools=[{"type": "web_search"}], tool_choice="auto")
+    assert convert_chat(given, kind, may_ignore=True).fields == said("Hi")
+
+
+AGENT = {
+    "verbosity": "low",
+    "reasoning_effort": "high",
+    "store": True,
+    "service_tier": "flex",
+    "modalities": ["text"],
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "s",
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "stream_options": {"include_usage": True, "include_obfuscation": True},
+    "stream": True,
+    "max_tokens": 2**40,
+    "tools": [{"type": "function", "function": {"name": f"tool_{index}"}} for index in range(200)],
+}
+
+
+@pytest.mark.parametrize("setting", ["ignore", "reject"])
+async def test_what_agents_send_works_stateless_as_on_sessions(setting: str) -> None:
+    engine = wordy_engine(forward_s=0, shape=SlabShape(recent=8192, max_pin=64, prefill_chunk=8192))
+    async with (
+        serving(engine, default_chat(), unknown_fields=setting, max_reply_tokens=3) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http}") as client,
+    ):
+        session = await open_session(client)
+        for path in ("/v1/chat/completions", chat_path(session)):
+            reply = await client.post(path, json=said("hi") | AGENT)
+            assert reply.status_code == 200, reply.text
+            assert '"finish_reason":"length"' in reply.text
+            assert set(reply.headers["holdfast-ignored-fields"].split(",")) == {"reasoning_effort", "verbosity"}
+        (record,) = (await client.get(f"/sessions/{session}")).json()["records"]
+        samples = (await client.post(f"/sessions/{session}/samples", json={"format": "json"})).json()["samples"]
+        assert samples[0]["turns"][0]["sampling"]["max_tokens"] == 3
+        assert not {"verbosity", "reasoning_effort"} & record["request"].keys()
+
+
+def test_reasoning_effort_is_a_variable_of_a_template_that_reads_it() -> None:
+    source = default_chat().model.template.source
+    reading = replace(default_chat().model, template=ChatTemplate(source + "{{ reasoning_effort }}"))
+    assert unread_fields(default_chat().model) == {"reasoning_effort", "verbosity"}
+    assert unread_fields(reading) == {"verbosity"}
+    for kind in (ChatCompletion, RelayedChat):
+        body = convert_chat(said("Hi", reasoning_effort="high", verbosity="low"), kind, may_ignore=True).body
+        assert template_variables(body, reading) == {"reasoning_effort": "high"}
+        assert template_variables(body, default_chat().model) == {}
+        body.chat_template_kwargs = {"reasoning_effort": "low"}
+        assert template_variables(body, reading) == {"reasoning_effort": "low"}

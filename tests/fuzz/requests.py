@@ -32,16 +32,29 @@ RICH: dict[str, Any] = {
     "tool_choice": "auto", "parallel_tool_calls": False, "metadata": {"a": "b"},
     "chat_template_kwargs": {"enable_thinking": False}, "return_meta_info": True,
 }  # fmt: skip
+NOISY: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "refusal": None, "thinking_blocks": [{"a": 1}], "tool_calls": [CALL | {"extra": {}}]},
+        {"role": "function", "name": "look", "content": "seen", "provider_specific_fields": None},
+    ],
+    "max_completion_tokens": 4, "seed": 1, "reasoning_effort": "high", "verbosity": "low", "store": True,
+    "service_tier": "flex", "modalities": ["text"], "prompt_cache_key": "k", "safety_identifier": "s", "wishes": 3,
+    "tools": [TOOL | {"cache_control": {}}, {"type": "custom", "custom": {"name": "run"}}, {"type": "web_search"}],
+    "tool_choice": {"type": "custom", "custom": {"name": "run"}}, "stream_options": {"include_obfuscation": True},
+}  # fmt: skip
 BRIEF: dict[str, Any] = {"messages": HI, "max_tokens": 2, "stream": True, "seed": 1}
 COMPLETION: dict[str, Any] = {"prompt": ["hi", "you"], "max_tokens": 2, "n": 2, "logprobs": 1, "stop": "x"}
 BODIES: list[tuple[str, Any]] = [
     (CHAT, RICH),
     (CHAT, BRIEF),
+    (CHAT, NOISY),
     ("/v1/completions", COMPLETION),
     ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "stream": True}),
     ("/sessions", {"group": "g", "label": "l", "metadata": {"a": "b"}, "pin_tokens": 4}),
     ("/sessions/{}" + CHAT, RICH),
     ("/sessions/{}" + CHAT, BRIEF),
+    ("/sessions/{}" + CHAT, NOISY),
     ("/sessions/{}/fork", {"label": "l"}),
     ("/sessions/{}/reward", {"reward": 1.0, "turn": 1}),
     ("/sessions/{}/samples", {"branch": "all", "format": "json", "max_seq_len": 100, "metadata": {"a": 1}}),

@@ -6,6 +6,7 @@ Prints its addresses as a line of JSON; for each line on stdin it prints what it
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +69,8 @@ async def main(kind: str, url: str = "") -> None:
     logging.getLogger().addHandler(errors)
     lines = await _lines()
     if kind == "embedded":
-        async with serving(BriefEngine(NUM_SLABS), default_chat(), queue_max_wait_s=20, max_parked=1000) as server:
+        rules = {"unknown_fields": os.environ.get("HOLDFAST_UNKNOWN_FIELDS", "ignore"), "max_parked": 1000}
+        async with serving(BriefEngine(NUM_SLABS), default_chat(), queue_max_wait_s=20, **rules) as server:
             _say({"http": server.http, "grpc": server.address})
             while await lines.readline():
                 _say({"free_slabs": server.worker.num_free_slabs, **_held(errors)})

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -111,6 +111,9 @@ class UpstreamSequences(ABC):
             )
         if not (sequence.tokens or tokens):
             raise InvalidArgument("cannot generate from an empty history; append at least one token first")
+        room = self._model.context - len(sequence.tokens) - len(tokens)
+        if 0 < room < params.max_tokens:
+            params = replace(params, max_tokens=room)
         headers = affinity(sequence.routing_key)
         return UpstreamStream(sequence, params, tokens, lambda prompt: self._open_stream(prompt, params, headers))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from holdfast.chat.messages import Message, for_template
@@ -74,6 +75,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as exc:
             raise ModelError(f"the chat template does not parse, line {exc.lineno}: {exc.message}") from exc
+        self.variables = frozenset(find_undeclared_variables(environment.parse(source)))  # that it reads
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool, **variables: Any) -> str:

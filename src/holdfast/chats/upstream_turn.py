@@ -26,8 +26,7 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
         if request.variables:
             body["chat_template_kwargs"] = dict(request.variables)
         ids = prepared.parent.ids() + prepared.prompt.ids
-        if limit := setup.runtime.max_reply_tokens:
-            body |= _bounded(body, limit, room=setup.runtime.model.context - len(ids))
+        body |= _bounded(body, setup.runtime.max_reply_tokens, room=setup.runtime.model.context - len(ids))
         reply = await upstream.complete(
             body,
             ids,
@@ -71,11 +70,15 @@ def _known_rows(parent: Node) -> dict[str, int]:
 
 
 def _bounded(body: Mapping[str, Any], limit: int, *, room: int) -> dict[str, int]:
-    """What bounds the reply to `limit` tokens. Nothing where none is asked for and the context ends before."""
+    """What bounds the reply to `limit` tokens (0: any number) and to the room that the prompt leaves in the context.
+
+    A prompt that leaves none is for the upstream to refuse.
+    """
     asked = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if isinstance(body.get(name), int)}
-    if not asked and limit < room:
-        return {"max_tokens": limit}
-    return {name: min(num, limit) for name, num in asked.items()}
+    if not asked:
+        return {"max_tokens": limit} if 0 < limit < room else {}
+    most = min((num for num in (limit, room) if num > 0), default=0)
+    return {name: min(num, most) for name, num in asked.items()} if most else {}
 
 
 def _message(completion: UpstreamCompletion) -> Message:

@@ -39,6 +39,8 @@ _MAX_COMMAS = 2_000_000
 _MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
 _MAX_PROMPTS = 64
 _MAX_VARIABLES = 64
+_STYLE = frozenset({"reasoning_effort", "verbosity"})  # of the reply; variables of templates that read them
+_ANY_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 async def chat_request(
@@ -52,6 +54,8 @@ async def chat_request(
     as_sglang: bool = False,
 ) -> ChatRequest:
     """Everything that is asked of one chat turn; `compiled` compiles its grammar."""
+    if body.modalities and "text" not in body.modalities:
+        raise InvalidArgument("modalities must contain text, which is all that is generated", param="modalities")
     _check_names(body.tools or [])
     tools = _tools(fields, as_sglang=as_sglang)
     callable_tools = _callable(body, tools)
@@ -68,7 +72,7 @@ async def chat_request(
         ),
         tools=tools,
         callable_tools=callable_tools,
-        variables=_variables(body.chat_template_kwargs or {}, chat),
+        variables=template_variables(body, chat),
         stop=stop_strings(body),
         may_truncate=body.truncation == "auto",
         body=fields,
@@ -84,7 +88,7 @@ def relayed_request(
         messages=body.messages,
         params=SamplingParams(seed=0),
         tools=_tools(fields, as_sglang=as_sglang),
-        variables=_variables(body.chat_template_kwargs or {}, chat),
+        variables=template_variables(body, chat),
         may_truncate=True,  # the upstream knows its own window
         body=fields,
         num_bytes=num_bytes,
@@ -189,7 +193,13 @@ def _top_logprobs(body: ChatCompletion) -> int:
     return body.top_logprobs or 0
 
 
-def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
+def unread_fields(chat: ChatModel) -> frozenset[str]:
+    """Known fields of a chat that have no effect on this model, as its template does not read them."""
+    return _STYLE - chat.template.variables
+
+
+def template_variables(body: ChatCompletion | RelayedChat, chat: ChatModel) -> dict[str, Any]:
+    given = body.chat_template_kwargs or {}
     if len(given) > _MAX_VARIABLES:
         where = "chat_template_kwargs"
         raise InvalidArgument(f"{where} may have at most {_MAX_VARIABLES} variables, got {len(given)}", param=where)
@@ -197,15 +207,17 @@ def _variables(given: Mapping[str, Any], chat: ChatModel) -> dict[str, Any]:
         if name in RESERVED or not name.isidentifier():
             where = f"chat_template_kwargs.{name}"
             raise InvalidArgument(f"{where} is not a variable that a request may set", param=where)
-    return {**chat.variables, **given}
+    style = {name: getattr(body, name) for name in _STYLE & chat.template.variables}
+    return {**chat.variables, **{name: value for name, value in style.items() if isinstance(value, str)}, **given}
 
 
 def _check_names(raw: Sequence[Tool]) -> None:
-    names = [tool.function.name for tool in raw]
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    names: set[str] = set()
+    for index, tool in enumerate(raw):
+        if (name := tool.function.name) in names:
             where = f"tools[{index}].function.name"
             raise InvalidArgument(f"{where} repeats {name!r}", param=where)
+        names.add(name)
 
 
 def _tools(fields: Mapping[str, Any], *, as_sglang: bool) -> tuple[dict[str, Any], ...]:
@@ -305,8 +317,13 @@ class Decoded(Generic[T]):
         return Decoded(self.body, kept, (*self.ignored, *names)[:MAX_IGNORED])
 
 
-async def decode_chat(raw: bytes, kind: type[T], *, may_ignore: bool) -> Decoded[T]:
-    """The body as `kind`, without unknown fields where these may be ignored. A large one is decoded in a thread."""
+async def decode_chat(
+    raw: bytes, kind: type[T], *, may_ignore: bool, unread: frozenset[str] = frozenset()
+) -> Decoded[T]:
+    """The body as `kind`, without unknown fields where these may be ignored. A large one is decoded in a thread.
+
+    `unread`: known fields that have no effect here. They are never refused, and named with the unknown ones.
+    """
     _check_values(raw)
 
     def decoded() -> Decoded[T]:
@@ -316,15 +333,23 @@ async def decode_chat(raw: bytes, kind: type[T], *, may_ignore: bool) -> Decoded
             raise _decode_error(raw, kind, exc) from exc
         except RecursionError as exc:
             raise InvalidArgument("the request body is nested too deeply") from exc
-        return convert_chat(fields, kind, may_ignore=may_ignore, num_bytes=len(raw))
+        return convert_chat(fields, kind, may_ignore=may_ignore, unread=unread, num_bytes=len(raw))
 
     return await run_off_loop(decoded, len(raw))
 
 
-def convert_chat(fields: dict[str, Any], kind: type[T], *, may_ignore: bool, num_bytes: int = 0) -> Decoded[T]:
+def convert_chat(
+    fields: dict[str, Any],
+    kind: type[T],
+    *,
+    may_ignore: bool,
+    unread: frozenset[str] = frozenset(),
+    num_bytes: int = 0,
+) -> Decoded[T]:
     """As `decode_chat`, for a body that is decoded already, or translated from another API. `fields` do not change."""
     ignored = IgnoredFields() if may_ignore else None
     try:
+        fields = _with_functions(fields, ignored)
         try:
             body = msgspec.convert(fields, kind)
         except msgspec.ValidationError:
@@ -342,7 +367,39 @@ def convert_chat(fields: dict[str, Any], kind: type[T], *, may_ignore: bool, num
         raise _refusal(fields, kind, "") from exc
     except RecursionError as exc:
         raise InvalidArgument("the request body is nested too deeply") from exc
-    return Decoded(body, fields, tuple(ignored.paths) if ignored else ())
+    decoded = Decoded(body, fields, tuple(ignored.paths) if ignored else ())
+    return decoded.without([name for name in unread if fields.get(name) is not None]) if unread else decoded
+
+
+def _with_functions(fields: dict[str, Any], ignored: IgnoredFields | None) -> dict[str, Any]:
+    """The body of a chat whose tools are all functions. A custom tool becomes a function with one text, `input`; tools
+    of other types, which only their own servers can run, are left out and named."""
+    tools = fields.get("tools") if isinstance(fields, dict) else None
+    if not isinstance(tools, list) or all(_type_of(tool) == "function" for tool in tools):
+        return fields
+    functions = []
+    for index, tool in enumerate(tools):
+        if _type_of(tool) == "custom" and isinstance(custom := tool.get("custom"), dict):
+            if ignored is not None and custom.get("format"):
+                ignored.add(f"tools[{index}].custom.format")
+            known = {name: custom[name] for name in ("name", "description") if custom.get(name) is not None}
+            functions.append({"type": "function", "function": known | {"parameters": _ANY_TEXT}})
+        elif ignored is None or _type_of(tool) in ("function", None):
+            functions.append(tool)
+        else:
+            ignored.add(f"tools[{index}]")
+    fields = fields | {"tools": functions}
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "custom" and isinstance(choice.get("custom"), dict):
+        fields["tool_choice"] = {"type": "function", "function": choice["custom"]}
+    if not functions and choice in ("auto", "none"):
+        del fields["tools"], fields["tool_choice"]
+    return fields
+
+
+def _type_of(tool: Any) -> Any:
+    """Its `type`; None where it has none, or is not even an object. Such a tool is refused by its type."""
+    return tool.get("type") if isinstance(tool, dict) else None
 
 
 def _known(value: Any, kind: Any, path: str, ignored: IgnoredFields) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -12,7 +12,7 @@ from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.dialects import CHAT
-from holdfast.serving.http.dialects.base import Dialect, Translated, new_id, own_path
+from holdfast.serving.http.dialects.base import Dialect, Json, Translated, new_id, own_path
 from holdfast.serving.http.parse import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.schema import ChatCompletion, RelayedChat
@@ -20,7 +20,15 @@ from holdfast.sessions.ports import ModelInfo
 
 T = TypeVar("T", bound=ChatCompletion | RelayedChat)
 
-Earlier = Callable[[Translated], Sequence[Message]]  # the messages on record that a request continues
+
+class Past(NamedTuple):
+    """What is on record of the conversation that a request continues."""
+
+    messages: Sequence[Message] = ()
+    tools: Sequence[Json] = ()
+
+
+Earlier = Callable[[Translated], Past]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +74,14 @@ class ChatCall(Generic[T]):
         )
 
 
-async def read_chat(request: Request, kind: type[T], earlier: Earlier, *, may_ignore: bool) -> ChatCall[T]:
-    """The request's body. InvalidArgument names the field that is wrong as its dialect does."""
+async def read_chat(
+    request: Request, kind: type[T], earlier: Earlier, *, may_ignore: bool, unread: frozenset[str]
+) -> ChatCall[T]:
+    """The request's body. `unread`: known fields that have no effect on this model."""
     dialect: Dialect = request.scope["holdfast.dialect"]
     raw = await request.body()
     if dialect is CHAT:  # nothing to translate: decoded once
-        decoded = await decode_chat(raw, kind, may_ignore=may_ignore)
+        decoded = await decode_chat(raw, kind, may_ignore=may_ignore, unread=unread)
         return ChatCall(decoded=decoded, translated=dialect.translate(decoded.fields), dialect=dialect, raw=raw)
     fields = (await decode_chat(raw, dict[str, Any], may_ignore=False)).fields
     translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
@@ -79,9 +89,12 @@ async def read_chat(request: Request, kind: type[T], earlier: Earlier, *, may_ig
         where = translated.ignored[0]
         raise InvalidArgument(f"{where} is not supported here", param=where)
     first = [translated.instructions] if translated.instructions else []
-    messages = [*first, *earlier(translated), *translated.fields["messages"]]
-    convert = partial(convert_chat, translated.fields | {"messages": messages}, kind, may_ignore=may_ignore)
-    decoded = await run_off_loop(partial(convert, num_bytes=len(raw)), len(raw))
+    past = earlier(translated)
+    fields = translated.fields | {"messages": [*first, *past.messages, *translated.fields["messages"]]}
+    if translated.has_their_tools and past.tools:
+        fields["tools"] = list(past.tools)
+    convert = partial(convert_chat, fields, kind, may_ignore=may_ignore)
+    decoded = await run_off_loop(partial(convert, unread=unread, num_bytes=len(raw)), len(raw))
     return ChatCall(decoded=decoded, translated=translated, dialect=dialect, raw=raw)
 
 

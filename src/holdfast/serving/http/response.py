@@ -142,6 +142,7 @@ class EventStreamResponse(Response):
         self._on_sent = on_sent
         self._times = times
         self._sent_at = 0.0
+        self._waited_s = 0.0
         self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,20 +152,17 @@ class EventStreamResponse(Response):
             await _ended(self._first, self._chunks)
 
     async def _send(self, send: Send) -> None:
-        clock, stall_s, waited_s = asyncio.get_running_loop().time, self._times.stall_s, 0.0
+        """An error that comes now is the last event: the status has been sent."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         pings = asyncio.ensure_future(self._ping(send)) if self._times.ping_s else None
         try:
-            async with contextlib.aclosing(self._all_chunks()) as chunks:
-                async for chunk in chunks:
-                    started = clock()
-                    try:
-                        async with asyncio.timeout(stall_s - waited_s if stall_s else None), self._sending:
-                            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    except TimeoutError:
-                        raise ClientGone from None
-                    self._sent_at = clock()
-                    waited_s += self._sent_at - started
+            await self._send_chunk(send, await self._first)
+            async for chunk in self._chunks:
+                await self._send_chunk(send, chunk)
+        except ClientGone:
+            raise
+        except Exception as exc:  # noqa: BLE001 - told to the client
+            await self._send_chunk(send, self._encoder().error(*told(exc)))
         finally:
             if pings is not None:
                 pings.cancel()
@@ -172,14 +170,16 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self._on_sent()
 
-    async def _all_chunks(self) -> AsyncGenerator[bytes, None]:
-        """An error that comes now is the last event: the status has been sent."""
+    async def _send_chunk(self, send: Send, chunk: bytes) -> None:
+        clock, stall_s = asyncio.get_running_loop().time, self._times.stall_s
+        started = clock()
         try:
-            yield await self._first
-            async for chunk in self._chunks:
-                yield chunk
-        except Exception as exc:  # noqa: BLE001 - told to the client
-            yield self._encoder().error(*told(exc))
+            async with asyncio.timeout(stall_s - self._waited_s if stall_s else None), self._sending:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TimeoutError:
+            raise ClientGone from None
+        self._sent_at = clock()
+        self._waited_s += self._sent_at - started
 
     async def _ping(self, send: Send) -> None:
         """A ping at once if nothing is there yet, then one whenever nothing was sent for a while."""

@@ -16,12 +16,20 @@ from holdfast.errors import ModelNotFound
 from holdfast.metrics import Metrics
 from holdfast.serving.http.dialects.chat import ChatReplies
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, checked_ids, decode_chat, prompts, sampling_params, stop_strings
+from holdfast.serving.http.parse import (
+    chat_request,
+    checked_ids,
+    decode_chat,
+    prompts,
+    sampling_params,
+    stop_strings,
+    unread_fields,
+)
 from holdfast.serving.http.reading import ChatCall, read_chat
 from holdfast.serving.http.render import TextWriter
 from holdfast.serving.http.response import StreamTimes, compiled_for, ignored_header, reply_response
 from holdfast.serving.http.response_store import ResponseStore
-from holdfast.serving.http.routes_responses import keeping, kept_messages
+from holdfast.serving.http.routes_responses import keeping, kept_past
 from holdfast.serving.http.schema import ChatCompletion, Completion
 from holdfast.sessions.ports import ModelInfo
 
@@ -48,6 +56,7 @@ class OpenAIRoutes:
         self._model = model
         self._replies = replies
         self._store = store
+        self._unread = unread_fields(chat)
         self._times = times
         self._created = int(time.time())
 
@@ -99,8 +108,8 @@ class OpenAIRoutes:
         return JSONResponse({"input_tokens": len(prompt.ids)}, headers=ignored_header(call.ignored, self._metrics))
 
     async def _read(self, request: Request) -> tuple[ChatCall[ChatCompletion], ChatRequest]:
-        earlier = partial(kept_messages, self._store, owner_of(request))
-        call = await read_chat(request, ChatCompletion, earlier, may_ignore=self._may_ignore)
+        earlier = partial(kept_past, self._store, owner_of(request))
+        call = await read_chat(request, ChatCompletion, earlier, may_ignore=self._may_ignore, unread=self._unread)
         return call, await chat_request(
             call.body,
             self._chat,

@@ -20,7 +20,7 @@ from holdfast.serving.http.dialects import CHAT
 from holdfast.serving.http.dialects.base import Dialect
 from holdfast.serving.http.dialects.responses import CONVERSATION
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, decode, relayed_request
+from holdfast.serving.http.parse import chat_request, decode, relayed_request, unread_fields
 from holdfast.serving.http.reading import ChatCall, agent_ids, read_chat
 from holdfast.serving.http.response import (
     StreamTimes,
@@ -29,7 +29,7 @@ from holdfast.serving.http.response import (
     ignored_header,
     unless_disconnected,
 )
-from holdfast.serving.http.routes_responses import recorded_messages
+from holdfast.serving.http.routes_responses import recorded_past
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.ports import ChatUpstream
@@ -55,6 +55,7 @@ class SessionRoutes:
         self._chats = chats
         self._runtime = chats.setup.runtime
         self._upstream = upstream
+        self._unread = frozenset() if upstream else unread_fields(chats.setup.chat)
 
     async def create(self, request: Request) -> Response:
         body = decode(await request.body(), NewSession, may_be_empty=True)
@@ -85,6 +86,7 @@ class SessionRoutes:
             self._runtime.journal,
             all_branches=query.get("branches") == "all",
             with_payloads=query.get("payloads") != "false",
+            with_records=query.get("records") != "false",
         )
         content = await asyncio.to_thread(msgspec.json.encode, session_json(view) | rest)
         return Response(content, media_type="application/json")
@@ -109,7 +111,8 @@ class SessionRoutes:
         session_id, owner = request.path_params["session_id"], owner_of(request)
         trajectory = self._chats.get(session_id, owner)  # an unknown session is reported before a malformed body
         kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
-        call = await read_chat(request, kind, partial(recorded_messages, trajectory), may_ignore=self._may_ignore)
+        earlier = partial(recorded_past, trajectory)
+        call = await read_chat(request, kind, earlier, may_ignore=self._may_ignore, unread=self._unread)
         if self._upstream:
             call = call.without(self._upstream.left_out(call.decoded.fields, may_ignore=self._may_ignore))
         writer = call.writer(self._runtime.model, self._chats.setup.chat.tokenizer)

@@ -9,6 +9,7 @@ from holdfast.sessions.limits import MAX_BIASES, MAX_ENTRIES, MAX_IDS, MAX_LABEL
 MAX_STOPS = 16
 _Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]  # lowered to what fits
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None
@@ -53,7 +54,7 @@ class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +64,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: _Count | None = None
+    max_tokens: _MaxTokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -81,18 +82,23 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ChatCompletion(Sampling, kw_only=True, forbid_unknown_fields=True):
     messages: list[Any]
-    max_completion_tokens: _Count | None = None
+    max_completion_tokens: _MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: _Metadata | None = None
-    modalities: Annotated[list[Literal["text"]], Meta(max_length=MAX_ENTRIES)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    modalities: Annotated[list[_Value], Meta(max_length=MAX_ENTRIES)] | None = None
+    reasoning_effort: _Label | None = None
+    verbosity: _Label | None = None
+    service_tier: _Value | None = None
+    store: bool | None = None
+    prompt_cache_key: _Value | None = None
+    prompt_cache_retention: _Value | None = None
+    safety_identifier: _Value | None = None
     input_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
     return_meta_info: bool | None = None
     no_stop_trim: Literal[False] | None = None
@@ -115,6 +121,8 @@ class RelayedChat(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
     input_ids: list[Any] | None = None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
-from holdfast.serving.http.dialects.base import Json, StreamEncoder, Translated
+from holdfast.serving.http.dialects.base import Json, Keep, ReplyFormat, StreamEncoder, Translated
 from holdfast.serving.http.render import Writer
 
 _NAMES: Mapping[str, str] = {}
@@ -41,6 +41,9 @@ class ChatReplies:
 
     def encoder(self, writer: Writer, *, with_usage: bool) -> StreamEncoder:
         return ChunkEncoder(writer, with_usage=with_usage)
+
+    def keeping(self, keep: Keep) -> ReplyFormat:
+        return self
 
     def whole(self, body: bytes, id: str) -> bytes:
         return body
