@@ -7,7 +7,7 @@ from typing import Any
 from tests.agents.agent import Agent, Command, Place
 from tests.agents.scripts import FINAL
 
-SCENARIOS = ("steps", "title", "parallel", "subagents", "compaction", "resume", "slow")
+SCENARIOS = ("steps", "title", "parallel", "subagents", "compaction", "resume", "slow", "faults")
 
 
 def prompts_for(place: Place) -> list[str]:
@@ -19,6 +19,7 @@ def prompts_for(place: Place) -> list[str]:
         "subagents": ["Please let two agents do it. [[subagents 2]]"],
         "compaction": ["Please read a lot. [[big 8]]"],
         "resume": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
+        "faults": ["Please do six steps. [[steps 6]]"],
         "slow": [f"Please think about it. [[slow {place.slow_s}]]"],
     }[place.scenario]
 
