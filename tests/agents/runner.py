@@ -83,6 +83,7 @@ async def run(
         session = await _json(client, "POST", f"{server}/sessions", {"history": history} if history != "strict" else {})
         place = Place(
             url=f"{door.url}/sessions/{session['session_id']}",
+            server=door.url,
             prefix=agents_folder() / agent.name,
             home=folder / "home",
             work=folder / "work",
@@ -90,6 +91,8 @@ async def run(
             slow_s=slow_s,
         )
         checks = [await _ran(command, place, folder, agent.limit_s) for command in agent.commands(place)]
+        if scenario == "run":  # it has opened a session
+            session = (await _json(client, "GET", f"{server}/sessions?label=run"))["data"][0]
         one = f"{server}/sessions/{session['session_id']}"
         state = await _json(client, "GET", f"{one}?branches=all")
         samples = await _json(client, "POST", f"{one}/samples", {"format": "json", "branch": "all"})
