@@ -84,7 +84,10 @@ async def read_chat(
         decoded = await decode_chat(raw, kind, may_ignore=may_ignore, unread=unread)
         return ChatCall(decoded=decoded, translated=dialect.translate(decoded.fields), dialect=dialect, raw=raw)
     fields = (await decode_chat(raw, dict[str, Any], may_ignore=False)).fields
-    translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
+    try:
+        translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
+    except RecursionError as exc:
+        raise InvalidArgument("the request body is nested too deeply") from exc
     if translated.ignored and not may_ignore:
         where = translated.ignored[0]
         raise InvalidArgument(f"{where} is not supported here", param=where)
