@@ -391,6 +391,7 @@ async def test_an_unknown_field_that_changes_no_reply_never_reaches_the_upstream
         assert noise.keys() >= {"priority", "cache_salt", "bootstrap_host", "rid", "colour"}
         reply = await relay.http.post(chat_path(session), json=said("Hi", temperature=0.5, **noise))
         assert reply.status_code == 200
+        assert set(reply.headers["holdfast-ignored-fields"].split(",")) == noise.keys()
         (sent,) = chats_of(upstream)
         assert sent["temperature"] == 0.5
         assert not noise.keys() & sent.keys() - {"kv_transfer_params"}

@@ -131,6 +131,7 @@ async def test_the_server_ignores_or_rejects_as_it_is_set(setting: str, fields: 
             reply = await client.post(path, json=said("hi") | fields)
             if setting == "ignore":
                 assert reply.status_code == 200, reply.text
+                assert reply.headers["holdfast-ignored-fields"] == param.removesuffix(".type").replace("\n", "?")
             else:
                 assert (reply.status_code, error_of(reply)["param"]) == (400, param)
 
@@ -190,6 +191,7 @@ async def test_what_agents_send_works_stateless_as_on_sessions(setting: str) -> 
             reply = await client.post(path, json=said("hi") | AGENT)
             assert reply.status_code == 200, reply.text
             assert '"finish_reason":"length"' in reply.text
+            assert set(reply.headers["holdfast-ignored-fields"].split(",")) == {"reasoning_effort", "verbosity"}
         (record,) = (await client.get(f"/sessions/{session}")).json()["records"]
         samples = (await client.post(f"/sessions/{session}/samples", json={"format": "json"})).json()["samples"]
         assert samples[0]["turns"][0]["sampling"]["max_tokens"] == 3

@@ -244,7 +244,7 @@ GROUPS: tuple[type[Any], ...] = (ServeConfig, ChatConfig, EngineConfig, Upstream
 _KEYS = {field.name for cls in GROUPS for field in dataclasses.fields(cls)}
 VARIABLES = {  # every environment variable of ours: one for each setting, and those that are no settings
     *(ENVIRONMENT_PREFIX + key.upper() for key in _KEYS),
-    "HOLDFAST_API_KEY",
+    *("HOLDFAST_API_KEY", "HOLDFAST_SERVER"),
     "HOLDFAST_NATIVE",
     *("HOLDFAST_CONFORMANCE_SERVER", "HOLDFAST_REQUIRE_CONFORMANCE", "HOLDFAST_TEST_VLLM"),
 }

@@ -158,7 +158,8 @@ class HttpServer:
     Redirects are not followed: the API key goes to this address only.
     """
 
-    def __init__(self, address: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, address: str, arguments: argparse.Namespace, *, key: str | None = None) -> None:
+        """`key`: the API key, if it is not the one in the environment."""
         self.address = address
         self._has_tls = _with_tls(address, arguments)
         try:
@@ -168,11 +169,12 @@ class HttpServer:
             is_url = False
         if not is_url:
             raise ConfigError(f"{address} is not HOST:PORT, and not a URL that begins with http:// or https://")
-        self._url = url.geturl().rstrip("/").removesuffix("/v1")
+        self.url = url.geturl().rstrip("/").removesuffix("/v1")
         self._headers = {}
         is_local = is_loopback(url.hostname or "")
-        if key := _api_key(address, is_safe=self._has_tls or arguments.insecure or is_local):
-            self._headers["authorization"] = f"Bearer {key}"
+        self.key = key or _api_key(address, is_safe=self._has_tls or arguments.insecure or is_local)
+        if self.key:
+            self._headers["authorization"] = f"Bearer {self.key}"
         self._uses_proxy = not is_local
         self._tls = _tls_context(arguments.tls_ca) if self._has_tls else None
         self._session: aiohttp.ClientSession | None = None
@@ -191,9 +193,16 @@ class HttpServer:
 
     async def request(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON in the response; None if it has no content."""
-        async with self._response(method, path, body) as response:
-            content = await response.read()
+        content = await self.content(method, path, body)
+        try:
             return json.loads(content) if content else None
+        except ValueError as exc:
+            raise self._no_http() from exc
+
+    async def content(self, method: str, path: str, body: Any = None) -> bytes:
+        """The bytes of the response."""
+        async with self._response(method, path, body) as response:
+            return await response.read()
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
         """The server-sent events of a stream up to [DONE]. An error among them is raised."""
@@ -218,7 +227,7 @@ class HttpServer:
         assert self._session is not None
         try:
             async with self._session.request(
-                method, self._url + path, json=body, allow_redirects=False, ssl=self._tls or True
+                method, self.url + path, json=body, allow_redirects=False, ssl=self._tls or True
             ) as response:
                 if response.status >= 300:
                     raise ServerError(f"{self.address}: {_message(await response.read(), response.status)}")
@@ -229,13 +238,16 @@ class HttpServer:
         except aiohttp.ClientPayloadError as exc:
             raise ServerError(f"the connection to {self.address} was lost before the reply ended") from exc
         except (aiohttp.ClientResponseError, ValueError) as exc:
-            raise ServerError(
-                f"{self.address} does not answer in HTTP; if this is the gRPC address, pass grpc://HOST:PORT"
-            ) from exc
+            raise self._no_http() from exc
         except (aiohttp.ClientError, OSError) as exc:  # TimeoutError is an OSError
             needs_tls = isinstance(exc, aiohttp.ServerDisconnectedError) and not self._has_tls
             hint = " If it has a certificate, pass https://HOST:PORT." if needs_tls else ""
             raise ServerError(_no_answer(self.address, has_tls=self._has_tls) + hint) from exc
+
+    def _no_http(self) -> ServerError:
+        return ServerError(
+            f"{self.address} does not answer in HTTP; if this is the gRPC address, pass grpc://HOST:PORT"
+        )
 
 
 def post(path: str, body: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -47,6 +47,7 @@ _LISTED = [
 _SHOWN = [
     _parameter("branches", "`all`: turns of every branch; default: of the latest one"),
     _parameter("payloads", "`false`: leave out routed experts and other large payloads"),
+    _parameter("records", "`false`: only the shape of the tree, without messages and records"),
 ]
 _PAUSED = [_parameter("mode", "Running turns may end (`wait`), or not (`abort`)", enum=["wait", "abort"])]
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

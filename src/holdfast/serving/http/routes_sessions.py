@@ -86,6 +86,7 @@ class SessionRoutes:
             self._runtime.journal,
             all_branches=query.get("branches") == "all",
             with_payloads=query.get("payloads") != "false",
+            with_records=query.get("records") != "false",
         )
         content = await asyncio.to_thread(msgspec.json.encode, session_json(view) | rest)
         return Response(content, media_type="application/json")
@@ -208,7 +209,6 @@ class UpstreamRoutes:
     def __init__(self, chats: ChatService, upstream: Upstream) -> None:
         self._chats = chats
         self._upstream = upstream
-        self._unread = frozenset() if upstream else unread_fields(chats.setup.chat)
 
     async def passed(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)

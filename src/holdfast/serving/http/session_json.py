@@ -18,6 +18,7 @@ from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.view import SessionView
 
 HEAVY = ("routed_experts", "indexer_topk")
+_MAX_OPENING = 200
 _MAX_AGAIN = 4096  # tokens before a difference and bytes after it that are tokenized again to show it
 
 
@@ -42,16 +43,23 @@ def session_json(view: SessionView) -> dict[str, Any]:
 
 
 async def trajectory_json(
-    trajectory: Trajectory, chat: ChatModel, journal: Journal, *, all_branches: bool, with_payloads: bool
+    trajectory: Trajectory,
+    chat: ChatModel,
+    journal: Journal,
+    *,
+    all_branches: bool,
+    with_payloads: bool,
+    with_records: bool = True,
 ) -> dict[str, Any]:
     """The records of the current path or of all branches, and what a trainer needs to know about the trajectory.
+    Without records only its shape, which is small.
 
     Records repeat their prompts, so all of it may be large: it is assembled in a thread, and encoded one by one, as
     encoding holds the interpreter lock.
     """
     tip, nodes = trajectory.tree.tip, list(trajectory.tree.nodes)
     path = tip.path()
-    asked = nodes if all_branches else path
+    asked = (nodes if all_branches else path) if with_records else []
     turns = [await with_bodies(node.turn, trajectory.session_id, journal) for node in asked]
     facts = {
         "group": trajectory.group,
@@ -66,6 +74,12 @@ async def trajectory_json(
 
     def assemble() -> dict[str, Any]:
         current = {node.number for node in path}
+        tree = [
+            _summary(node, is_current=node.number in current) | (_origin(node) if trajectory.is_forest else {})
+            for node in nodes
+        ]
+        if not with_records:
+            return facts | {"metadata": {"control_tokens_spelled": num_control, "tree": tree}}
         return facts | {
             "messages": list(tip.spoken()),
             "records": [
@@ -77,10 +91,7 @@ async def trajectory_json(
                 "max_trim_tokens": 0,
                 "tito_session_mismatch": _mismatch(tip, chat),
                 "control_tokens_spelled": num_control,
-                "tree": [
-                    _summary(node, is_current=node.number in current) | (_origin(node) if trajectory.is_forest else {})
-                    for node in nodes
-                ],
+                "tree": tree,
             },
         }
 
@@ -110,7 +121,9 @@ def _origin(node: Node) -> dict[str, Any]:
 def _conversations(tree: Tree) -> list[dict[str, Any]]:
     """What began where: each first turn with all turns below it, and the ids that its client sent."""
     found: dict[int, dict[str, Any]] = {
-        node.number: {"root": node.number, "turns": 0, "branches": 0, "last_turn": 0, "agent": {}}
+        node.number: {
+            **{"root": node.number, "opening": _opening(node), "turns": 0, "branches": 0, "last_turn": 0, "agent": {}}
+        }
         for node in tree.root.children
     }
     roots: dict[int, int] = {}  # of each turn
@@ -123,6 +136,12 @@ def _conversations(tree: Tree) -> list[dict[str, Any]]:
         one["last_turn"] = node.number
         one["agent"] |= node.turn.facts.agent
     return list(found.values())
+
+
+def _opening(node: Node) -> str:
+    """How the user began a conversation, in short; agents put reminders of their own before it."""
+    said = next((message["content"] for message in node.turn.messages if message["role"] == "user"), "")
+    return (said.rpartition("</system-reminder>")[2].strip() or said)[:_MAX_OPENING]
 
 
 def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) -> dict[str, Any]:
