@@ -63,6 +63,7 @@ class ChatCall(Generic[T]):
         return bool(options and options.include_usage)
 
     def writer(self, model: ModelInfo, tokenizer: Tokenizer) -> ChatWriter:
+        """Its id says whether the first message are instructions, so that later requests can leave them out."""
         own = self.body if isinstance(self.body, ChatCompletion) else None
         return ChatWriter(
             model=model.name,
