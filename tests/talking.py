@@ -47,7 +47,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     if dialect_of(response.request.url.path) is MESSAGES:
         assert (set(body), body["type"]) == ({"type", "error", "request_id"}, "error")
         assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
-        assert set(error) == {"type", "message"}
+        assert {"type", "message"} <= set(error) <= {"type", "message", "details"}
     else:
         assert set(body) == {"error"}
         assert {"message", "type", "code", "param"} <= set(error)

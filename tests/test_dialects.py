@@ -449,7 +449,7 @@ async def test_the_same_in_front_of_an_upstream(is_stream: bool) -> None:
 
 
 async def test_a_tool_call_of_an_upstream_goes_round_in_each_api() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+    call = {"id": "c1", "index": None, "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 
     def calling(reply: Json) -> None:
         reply["choices"][0]["message"] |= {"content": None, "tool_calls": [call], "reasoning_content": "hm"}
@@ -515,31 +515,26 @@ async def test_a_response_continues_the_one_before_with_only_what_is_new() -> No
         ]
 
 
-async def test_a_thread_of_messages_continues_with_system_tools_and_all_that_was_said() -> None:
-    tool = {"name": "look", "input_schema": {"type": "object"}}
-    first = {"system": "Be brief.", "tools": [tool], "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+async def test_a_thread_continues_with_the_system_and_the_tools_on_record() -> None:
     async with talking() as (client, _):
-        session = await open_session(client, history="forest")
-        path = f"/sessions/{session}/v1/messages"
-        reply = (await client.post(path, json=first | {"thread": {"type": "create"}})).json()
-        more = {"messages": [{"role": "user", "content": "More"}], "max_tokens": 4}
-        goes_on = more | {"thread": {"type": "continue", "previous_message_id": reply["id"]}}
-        answer = await client.post(path, json=goes_on)
-        assert answer.status_code == 200, answer.text
-        info = (await client.get(f"/sessions/{session}")).json()
-        assert [node["parent"] for node in info["metadata"]["tree"]] == [0, 1]
-        assert [message["content"] for message in info["messages"]][::2] == [
-            "Be brief.",
-            reply["content"][0]["text"],
-            answer.json()["content"][0]["text"],
-        ]
-        for refused_path in (path, "/v1/messages"):
-            unknown = more | {"thread": {"type": "continue", "previous_message_id": "msg_unknown"}}
-            refusal = await client.post(refused_path, json=unknown)
-            assert refusal.status_code == 404
-            assert refusal.json()["error"]["details"] == {"error_code": "thread_not_found"}
-        again = await client.post(path, json=goes_on | {"system": "Be brief."})
-        assert "system" in refused(again)
+        session = await open_session(client)
+        for base in (f"/sessions/{session}/v1", "/v1"):
+            begun = {"system": "Be brief.", "messages": [USER], "tools": TOOLS["messages"], "max_tokens": 4}
+            first = (await client.post(f"{base}/messages", json=begun | {"thread": {"type": "create"}})).json()
+            more = {"messages": [USER], "max_tokens": 4, "tool_choice": {"type": "none"}}
+            more |= {"thread": {"type": "continue", "previous_message_id": first["id"]}}
+            second = await client.post(f"{base}/messages", json=more)
+            assert second.status_code == 200, second.text
+            usage, counted = second.json()["usage"], await client.post("/v1/messages/count_tokens", json=begun)
+            assert usage["input_tokens"] + usage["cache_read_input_tokens"] > counted.json()["input_tokens"] + 4
+            lost = more | {"thread": {"type": "continue", "previous_message_id": "msg_none"}}
+            unknown = await client.post(f"{base}/messages", json=lost)
+            assert unknown.status_code == 404  # then the package sends everything again
+            assert unknown.json()["error"]["details"] == {"error_code": "thread_not_found"}
+            again = await client.post(f"{base}/messages", json=more | {"system": "x"})
+            assert refused(again).startswith("system must be left out")
+        record = (await client.get(f"/sessions/{session}")).json()
+        assert (record["turns"], record["branches"]) == (2, 0)
 
 
 async def test_instructions_are_not_inherited() -> None:

@@ -320,6 +320,18 @@ async def test_a_stream_spells_every_value_as_the_upstream_did() -> None:
         assert b'"unread":[1.50, 1E5, 123456789012345678901234567890]' in reply.content
 
 
+async def test_calls_in_a_stream_are_numbered_where_the_upstream_leaves_their_index_null() -> None:
+    calls = [
+        {"id": name, "index": None, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "ab"
+    ]
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        upstream.faults.append(Fault(edit=lambda reply: reply["choices"][0]["message"].update(tool_calls=calls)))
+        reply = await relay.http.post(chat_path(session), json=said("Hi", stream=True))
+        delta = as_events_text(reply.text)[0]["choices"][0]["delta"]
+        assert [call["index"] for call in delta["tool_calls"]] == [0, 1]
+
+
 STEERING = {
     "bootstrap_host": "evil.example",
     "bootstrap_port": 1,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -12,7 +12,7 @@ from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.dialects import CHAT
-from holdfast.serving.http.dialects.base import Dialect, Translated, new_id, own_path
+from holdfast.serving.http.dialects.base import Dialect, Json, Translated, new_id, own_path
 from holdfast.serving.http.parse import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.schema import ChatCompletion, RelayedChat
@@ -20,7 +20,15 @@ from holdfast.sessions.ports import ModelInfo
 
 T = TypeVar("T", bound=ChatCompletion | RelayedChat)
 
-Earlier = Callable[[Translated], Mapping[str, Any]]  # the messages on record that a request continues, and tools
+
+class Past(NamedTuple):
+    """What is on record of the conversation that a request continues."""
+
+    messages: Sequence[Message] = ()
+    tools: Sequence[Json] = ()
+
+
+Earlier = Callable[[Translated], Past]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +89,11 @@ async def read_chat(
         where = translated.ignored[0]
         raise InvalidArgument(f"{where} is not supported here", param=where)
     first = [translated.instructions] if translated.instructions else []
-    found = earlier(translated)
-    messages = [*first, *found["messages"], *translated.fields["messages"]]
-    convert = partial(convert_chat, translated.fields | {**found, "messages": messages}, kind, may_ignore=may_ignore)
+    past = earlier(translated)
+    fields = translated.fields | {"messages": [*first, *past.messages, *translated.fields["messages"]]}
+    if translated.has_their_tools and past.tools:
+        fields["tools"] = list(past.tools)
+    convert = partial(convert_chat, fields, kind, may_ignore=may_ignore)
     decoded = await run_off_loop(partial(convert, unread=unread, num_bytes=len(raw)), len(raw))
     return ChatCall(decoded=decoded, translated=translated, dialect=dialect, raw=raw)
 

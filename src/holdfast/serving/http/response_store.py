@@ -18,11 +18,12 @@ MAX_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """A response or a conversation. `body` is what the client gets; `given` are the messages before the reply, without
-    instructions, and `messages` those that a later request continues."""
+    instructions, and `messages` and `tools` those that a later request continues."""
 
     body: Json
     given: Sequence[Message] = ()
     messages: Sequence[Message] = ()
+    tools: Sequence[Json] = ()
     num_bytes: int = 0
 
 
@@ -48,7 +49,7 @@ class ResponseStore:
     def put(self, owner: str, kept: Kept) -> None:
         id = kept.body["id"]
         self.discard(owner, id)
-        kept = replace(kept, num_bytes=len(msgspec.json.encode([kept.body, kept.given, kept.messages])))
+        kept = replace(kept, num_bytes=len(msgspec.json.encode([kept.body, kept.messages, kept.tools])))
         entries = self._by_owner.setdefault(owner, OrderedDict())
         entries[id] = kept
         self._num_bytes[owner] = self._num_bytes.get(owner, 0) + kept.num_bytes

@@ -29,7 +29,7 @@ from holdfast.serving.http.reading import ChatCall, read_chat
 from holdfast.serving.http.render import TextWriter
 from holdfast.serving.http.response import StreamTimes, compiled_for, ignored_header, reply_response
 from holdfast.serving.http.response_store import ResponseStore
-from holdfast.serving.http.routes_responses import keeping, kept
+from holdfast.serving.http.routes_responses import keeping, kept_past
 from holdfast.serving.http.schema import ChatCompletion, Completion
 from holdfast.sessions.ports import ModelInfo
 
@@ -108,7 +108,7 @@ class OpenAIRoutes:
         return JSONResponse({"input_tokens": len(prompt.ids)}, headers=ignored_header(call.ignored, self._metrics))
 
     async def _read(self, request: Request) -> tuple[ChatCall[ChatCompletion], ChatRequest]:
-        earlier = partial(kept, self._store, owner_of(request))
+        earlier = partial(kept_past, self._store, owner_of(request))
         call = await read_chat(request, ChatCompletion, earlier, may_ignore=self._may_ignore, unread=self._unread)
         return call, await chat_request(
             call.body,

@@ -23,7 +23,7 @@ from holdfast.serving.http.dialects.responses import (
 )
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import decode
-from holdfast.serving.http.reading import ChatCall
+from holdfast.serving.http.reading import ChatCall, Past
 from holdfast.serving.http.response_store import Kept, ResponseStore, new_conversation
 from holdfast.serving.http.schema import ChatCompletion
 from holdfast.sessions.journal.base import with_bodies
@@ -130,41 +130,45 @@ def messages_before(node: Node) -> list[Message]:
     return list(node.spoken())[has_instructions(node) :]
 
 
-def recorded(trajectory: Trajectory, translated: Translated) -> Json:
+def recorded_past(trajectory: Trajectory, translated: Translated) -> Past:
     """What a request on a session continues that sends only what is new."""
     node = None
     if translated.previous:
         node = find_response(trajectory, translated.previous)
-    elif translated.conversation:
-        nodes, name = reversed(trajectory.tree.nodes), translated.conversation
+    elif name := translated.conversation:
+        nodes = reversed(trajectory.tree.nodes)
         node = next((node for node in nodes if node.turn.facts.agent.get(CONVERSATION) == name), None)
-    found: Json = {"messages": messages_before(node) if node else []}
-    if node is not None and translated.inherits_tools:
-        found["tools"] = msgspec.json.decode(node.turn.root.tools)
-    return found
+    if node is None:
+        return Past()
+    if translated.has_their_tools:
+        return Past(list(node.spoken()), msgspec.json.decode(node.turn.root.tools))
+    return Past(messages_before(node))
+
+
+def kept_past(store: ResponseStore, owner: str, translated: Translated) -> Past:
+    """The same without a session."""
+    if not (id := translated.previous or translated.conversation):
+        return Past()
+    kept = store.get(owner, id)
+    return Past(kept.messages, kept.tools)
 
 
 def keeping(store: ResponseStore, owner: str, call: ChatCall[ChatCompletion]) -> ReplyFormat:
     """How the reply to a request without a session is written: where the request allows it, it is kept as well."""
-    reply, conversation = call.translated.reply, call.translated.conversation
-    if not isinstance(reply, ResponseReplies) or (reply.request.get("store") is False and not conversation):
-        return reply
+    is_kept, conversation = call.translated.is_kept, call.translated.conversation
+    if not (is_kept or conversation):
+        return call.translated.reply
     talk = store.get(owner, conversation) if conversation else None
+    given, tools = call.new_messages, call.decoded.fields.get("tools") or ()
 
-    def keep(response: Json, message: Message) -> None:
-        messages = [*call.new_messages, message]
-        if reply.request.get("store") is not False:
-            store.put(owner, Kept(body=response, given=call.new_messages, messages=messages))
+    def keep(reply: Json, message: Message) -> None:
+        messages = [*given, message]
+        if is_kept:
+            store.put(owner, Kept(body=reply, given=given, messages=messages, tools=tools))
         if talk is not None:
             store.put(owner, replace(talk, messages=messages))
 
-    return replace(reply, keep=keep)
-
-
-def kept(store: ResponseStore, owner: str, translated: Translated) -> Json:
-    """The same without a session."""
-    id = translated.previous or translated.conversation
-    return {"messages": store.get(owner, id).messages if id else ()}
+    return call.translated.reply.keeping(keep)
 
 
 def _new_conversation(raw: bytes) -> tuple[list[Message], Json]:

@@ -29,7 +29,7 @@ from holdfast.serving.http.response import (
     ignored_header,
     unless_disconnected,
 )
-from holdfast.serving.http.routes_responses import recorded
+from holdfast.serving.http.routes_responses import recorded_past
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.ports import ChatUpstream
@@ -111,7 +111,7 @@ class SessionRoutes:
         session_id, owner = request.path_params["session_id"], owner_of(request)
         trajectory = self._chats.get(session_id, owner)  # an unknown session is reported before a malformed body
         kind: type[ChatCompletion | RelayedChat] = RelayedChat if self._upstream else ChatCompletion
-        earlier = partial(recorded, trajectory)
+        earlier = partial(recorded_past, trajectory)
         call = await read_chat(request, kind, earlier, may_ignore=self._may_ignore, unread=self._unread)
         if self._upstream:
             call = call.without(self._upstream.left_out(call.decoded.fields, may_ignore=self._may_ignore))
@@ -209,7 +209,6 @@ class UpstreamRoutes:
     def __init__(self, chats: ChatService, upstream: Upstream) -> None:
         self._chats = chats
         self._upstream = upstream
-        self._unread = frozenset() if upstream else unread_fields(chats.setup.chat)
 
     async def passed(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)

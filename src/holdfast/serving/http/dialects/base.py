@@ -5,7 +5,7 @@ Knows JSON values and replies, nothing of sessions.
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,8 +41,19 @@ class StreamEncoder(Protocol):
         ...
 
 
+Keep = Callable[[Json, Message], None]  # gets a reply as the client can ask for it again, and as a message
+
+
+def keep_nothing(reply: Json, message: Message) -> None:
+    """For replies that nobody can ask for again."""
+
+
 class ReplyFormat(Protocol):
     """How the reply to one request is written. `id` and the writer's are what the client is told."""
+
+    def keeping(self, keep: Keep) -> "ReplyFormat":
+        """The same, but each reply that is complete goes to `keep` too."""
+        ...
 
     def encoder(self, writer: Writer, *, with_usage: bool) -> StreamEncoder: ...
 
@@ -60,8 +71,9 @@ class Translated:
     """A request as the fields of a chat completion request, and how its reply is written.
 
     `ignored`: the paths of what was left out. `previous`: the response that the messages continue, if they are only the
-    new ones; `conversation`: or the conversation. `inherits_tools`: with the tools of that response. `instructions`: a
-    message that goes before all others, and that no later request inherits.
+    new ones; `conversation`: or the conversation. `has_their_tools`: tools, too, are those of that response.
+    `instructions`: a message that goes before all others, and that no later request inherits. `is_kept`: a later
+    request may continue this one, with or without a session.
     """
 
     fields: Json
@@ -69,8 +81,9 @@ class Translated:
     ignored: tuple[str, ...] = ()
     previous: str = ""
     conversation: str = ""
-    inherits_tools: bool = False
+    has_their_tools: bool = False
     instructions: Message | None = None
+    is_kept: bool = False
 
 
 class Dialect(Protocol):

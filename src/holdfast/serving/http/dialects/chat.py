@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
-from holdfast.serving.http.dialects.base import Json, StreamEncoder, Translated
+from holdfast.serving.http.dialects.base import Json, Keep, ReplyFormat, StreamEncoder, Translated
 from holdfast.serving.http.render import Writer
 
 _NAMES: Mapping[str, str] = {}
@@ -41,6 +41,9 @@ class ChatReplies:
 
     def encoder(self, writer: Writer, *, with_usage: bool) -> StreamEncoder:
         return ChunkEncoder(writer, with_usage=with_usage)
+
+    def keeping(self, keep: Keep) -> ReplyFormat:
+        return self
 
     def whole(self, body: bytes, id: str) -> bytes:
         return body
@@ -81,7 +84,7 @@ class ChunkEncoder:
             message: dict[str, Any] = msgspec.json.decode(choice["message"], type=dict[str, msgspec.Raw])
             calls = msgspec.json.decode(message.get("tool_calls", b"null"), type=list[dict[str, msgspec.Raw]] | None)
             if calls:
-                message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+                message["tool_calls"] = [{**call, "index": index} for index, call in enumerate(calls)]
             choices.append({key: value for key, value in choice.items() if key != "message"} | {"delta": message})
         return sse(reply | {"object": "chat.completion.chunk", "choices": choices}) + DONE
 

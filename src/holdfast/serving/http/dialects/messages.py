@@ -11,8 +11,7 @@
 | `tool_choice` | the same choice of chat completions; `disable_parallel_tool_use` is `parallel_tool_calls: false` |
 | `thinking` | the template variable `enable_thinking` |
 | `output_config` | `format` restricts the reply to a schema; `effort` is `reasoning_effort` |
-| `thread` of type `create` | nothing: every reply on a session can be continued |
-| `thread` of type `continue` | what is on record up to that message goes before; without a session, 404 |
+| `thread` of type `continue` | system, tools and messages on record up to `previous_message_id` come first |
 | images, documents and other blocks | refused by their path |
 | other fields of the request | left out and named in `holdfast-ignored-fields` |
 """
@@ -25,10 +24,11 @@ from typing import Any
 import msgspec
 
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
-from holdfast.errors import ResponseNotFound
 from holdfast.serving.http.dialects.base import (
     Completion,
     Json,
+    Keep,
+    ReplyFormat,
     StreamEncoder,
     Translated,
     as_list,
@@ -37,15 +37,13 @@ from holdfast.serving.http.dialects.base import (
     event,
     in_own_names,
     invalid,
+    keep_nothing,
     upstream_message,
 )
 from holdfast.serving.http.render import Writer
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-_READ = {
-    *_SAME,
-    *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config", "thread"),
-}
+_READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config", "thread"}
 _RAW = "_raw_arguments"  # holds the arguments of a call that spell no JSON object
 _NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
@@ -72,6 +70,7 @@ class MessagesDialect:
 
     def translate(self, body: Any) -> Translated:
         body = as_object(body, "the request body")
+        thread, previous = _thread(body)
         chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
         chat["messages"] = [*_system(body.get("system")), *_messages(as_list(body.get("messages"), "messages"))]
         if stops := as_list(body.get("stop_sequences"), "stop_sequences"):
@@ -79,19 +78,24 @@ class MessagesDialect:
         tools, left_out = _tools(as_list(body.get("tools"), "tools"))
         if tools:
             chat["tools"] = tools
+        if tools or previous:
             chat |= _tool_choice(as_object(body.get("tool_choice"), "tool_choice"))
         if kind := as_object(body.get("thinking"), "thinking").get("type"):
             chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
         chat |= _output(as_object(body.get("output_config"), "output_config"))
         ignored = (*sorted(set(body) - _READ), *left_out)
-        previous = _previous(as_object(body.get("thread"), "thread"), body)
         return Translated(
-            fields=chat, reply=MessageReplies(), ignored=ignored, previous=previous, inherits_tools=bool(previous)
+            fields=chat,
+            reply=MessageReplies(),
+            ignored=ignored,
+            previous=previous,
+            has_their_tools=bool(previous),
+            is_kept=bool(thread),
         )
 
     def error(self, envelope: Json, status: int, request_id: str) -> Json:
         body = error_body(in_own_names(envelope, _NAMES)["error"]["message"], status, request_id)
-        if envelope["error"].get("code") == ResponseNotFound.code:  # so that a client sends the whole conversation
+        if envelope["error"]["code"] == "response_not_found":  # the package sends the whole conversation then
             body["error"]["details"] = {"error_code": "thread_not_found"}
         return body
 
@@ -99,18 +103,19 @@ class MessagesDialect:
         return event("error", self.error(envelope, status, ""))
 
 
-def _previous(thread: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """The message that a request continues which sends only what is new."""
-    if (kind := thread.get("type")) in (None, "create"):
-        return ""
-    if kind != "continue":
-        raise invalid("thread.type", f"must be create or continue, got {kind!r}")
+def _thread(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The thread that is created or continued, and the message that is continued."""
+    thread = as_object(body.get("thread"), "thread")
+    if not thread or thread.get("type") == "create":
+        return thread, ""
+    if thread.get("type") != "continue":
+        raise invalid("thread.type", f"must be create or continue, got {thread.get('type')!r}")
+    if not (previous := as_text(thread.get("previous_message_id"), "thread.previous_message_id")):
+        raise invalid("thread.previous_message_id", "is required")
     for name in ("system", "tools"):
         if body.get(name):
-            raise invalid(name, "must not be sent again when a thread is continued")
-    if not (previous := as_text(thread.get("previous_message_id"), "thread.previous_message_id")):
-        raise invalid("thread.previous_message_id", "is missing")
-    return previous
+            raise invalid(name, "must be left out where a thread continues, which has its own")
+    return thread, previous
 
 
 def _system(raw: Any) -> Iterator[Json]:
@@ -265,8 +270,13 @@ def error_body(message: str, status: int, request_id: str) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class MessageReplies:
+    keep: Keep = keep_nothing
+
+    def keeping(self, keep: Keep) -> ReplyFormat:
+        return MessageReplies(keep)
+
     def encoder(self, writer: Writer, *, with_usage: bool) -> StreamEncoder:
-        return MessageEvents(writer)
+        return MessageEvents(writer, self.keep)
 
     def whole(self, body: bytes, id: str) -> bytes:
         reply = Completion.read(body)
@@ -278,6 +288,7 @@ class MessageReplies:
             blocks.append({"type": "text", "text": message["content"], "citations": None})
         blocks += [_tool_use(call, parse_input(call)) for call in message.get("tool_calls", ())]
         model = msgspec.json.decode(body).get("model")
+        self.keep({"id": id, "object": "message"}, message)
         return msgspec.json.encode(_message(id, model, blocks, _usage(reply)) | _stop(reply))
 
     def refusal(self, body: bytes, status: int, request_id: str) -> bytes:
@@ -300,8 +311,9 @@ def _message(id: str, model: Any, content: list[Json], usage: Json) -> Json:
 class MessageEvents:
     """The events of one streamed message: blocks open and close as thinking and text come, and calls come last."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, keep: Keep) -> None:
         self._writer = writer
+        self._keep = keep
         self._num_blocks = 0
         self._open = ""  # the kind of the block that is open
         self._sent = {"thinking": 0, "text": 0}  # characters
@@ -333,6 +345,7 @@ class MessageEvents:
             given = msgspec.json.encode(parse_input(call)).decode()
             events += self._start(_tool_use(call, {}))
             events += self._delta({"type": "input_json_delta", "partial_json": given})
+        self._keep({"id": self._writer.id, "object": "message"}, message)
         delta = {"type": "message_delta", "delta": _stop(reply), "usage": _usage(reply)}
         return events + self._close() + event("message_delta", delta) + event("message_stop", {"type": "message_stop"})
 

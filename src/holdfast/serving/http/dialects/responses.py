@@ -26,8 +26,8 @@ Items of one assistant turn (reasoning, message, calls) are one assistant messag
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,6 +37,8 @@ from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.serving.http.dialects.base import (
     Completion,
     Json,
+    Keep,
+    ReplyFormat,
     StreamEncoder,
     Translated,
     as_list,
@@ -45,6 +47,7 @@ from holdfast.serving.http.dialects.base import (
     event,
     in_own_names,
     invalid,
+    keep_nothing,
     upstream_message,
 )
 from holdfast.serving.http.render import Writer
@@ -122,6 +125,7 @@ class ResponsesDialect:
             previous=previous,
             conversation=conversation,
             instructions={"role": "system", "content": instructions} if instructions else None,
+            is_kept=body.get("store") is not False,
         )
 
     def error(self, envelope: Json, status: int, request_id: str) -> Json:
@@ -324,13 +328,15 @@ def tools_of(chat_tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseReplies:
-    """`request` is the body as it came: a response repeats some of it. `keep` gets each response that is complete, and
-    the reply as a message."""
+    """`request` is the body as it came: a response repeats some of it."""
 
     request: Mapping[str, Any]
     tools: Mapping[str, ToolName] = field(default_factory=dict)
     conversation: str = ""
-    keep: Callable[[Json, Message], None] = lambda response, message: None
+    keep: Keep = keep_nothing
+
+    def keeping(self, keep: Keep) -> ReplyFormat:
+        return replace(self, keep=keep)
 
     def encoder(self, writer: Writer, *, with_usage: bool) -> StreamEncoder:
         return ResponseEvents(self, writer)

@@ -1,0 +1,58 @@
+"""Recorded runs of real agents, replayed: nothing is refused, and every turn is on record token by token.
+
+`python -m tests.agents --record FILE AGENT SCENARIO` makes a recording.
+"""
+
+import asyncio
+import collections
+import itertools
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.config import ChatConfig
+from holdfast.serving.lifecycle import Chat
+from tests.agents.model import ScriptedModel
+from tests.agents.recording import read_recording
+from tests.agents.scripts import by_plan
+from tests.qwen3 import VOCABULARY, qwen3
+from tests.relaying import relaying
+from tests.talking import open_session
+
+RECORDINGS = sorted((Path(__file__).parent / "agents/recordings").glob("*.json.gz"))
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name.removesuffix(".json.gz"))
+async def test_a_recorded_run_is_on_record_token_by_token(path: Path) -> None:
+    recording = read_recording(path)
+    turns: list[dict[str, Any]] = recording["turns"]
+    async with (
+        ScriptedModel(by_plan) as model,
+        relaying(model.url, Chat(qwen3(), ChatConfig()), VOCABULARY) as relay,
+    ):
+        session = await open_session(relay.http, history="forest")
+        one = f"/sessions/{session}"
+        for _, group in itertools.groupby(turns, lambda turn: turn["group"]):
+            replies = await asyncio.gather(*(_send(relay.http, one, turn) for turn in group))
+            assert {reply.status_code for reply in replies} == {200}, [reply.text for reply in replies]
+            assert not any('"error":{' in reply.text for reply in replies)
+        state = (await relay.http.get(one, params={"branches": "all"})).json()
+    tree = state["metadata"]["tree"]
+    assert len(tree) == len(turns) == recording["requests"]
+    assert sum(not turn["parent"] for turn in tree) == recording["roots"]
+    assert len({turn["turn"] for turn in tree} - {turn["parent"] for turn in tree}) == recording["leaves"]
+    recorded = collections.Counter(
+        (
+            tuple(record["request"]["input_ids"]),
+            tuple(e[1] for e in record["response"]["choices"][0]["meta_info"]["output_token_logprobs"]),
+        )
+        for record in state["records"]
+    )
+    assert recorded == collections.Counter((tuple(x["input_ids"]), tuple(x["output_ids"])) for x in model.exchanges)
+
+
+async def _send(http: httpx.AsyncClient, session: str, turn: dict[str, Any]) -> httpx.Response:
+    headers = turn["headers"] | ({"anthropic-version": "2023-06-01"} if "messages" in turn["path"] else {})
+    return await http.post(session + turn["path"], json=turn["body"], headers=headers)
