@@ -535,6 +535,7 @@ async def test_a_thread_continues_with_the_system_and_the_tools_on_record() -> N
             assert refused(again).startswith("system must be left out")
         record = (await client.get(f"/sessions/{session}")).json()
         assert (record["turns"], record["branches"]) == (2, 0)
+        assert " ".join(message["role"] for message in record["messages"]) == "system user assistant user assistant"
 
 
 async def test_instructions_are_not_inherited() -> None:
