@@ -184,6 +184,7 @@ def agent_environment(environment: Mapping[str, str], place: Place, program: str
         **dict.fromkeys(("AIDER_ANALYTICS_DISABLE", "MSWEA_CONFIGURED", "LITELLM_LOCAL_MODEL_COST_MAP"), "true"),
         **dict.fromkeys(("DISABLE_TELEMETRY", "DISABLE_ERROR_REPORTING", "DISABLE_AUTOUPDATER", "DO_NOT_TRACK"), "1"),
         **dict.fromkeys(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "OPENAI_AGENTS_DISABLE_TRACING"), "1"),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(place.context),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it would change the system prompt with every request
         "MSWEA_COST_TRACKING": "ignore_errors",
         "OPENCODE_CONFIG_CONTENT": json.dumps(_opencode_config(place)),

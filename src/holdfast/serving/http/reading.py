@@ -11,9 +11,9 @@ from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
+from holdfast.serving.http.bodies import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.dialects import CHAT
 from holdfast.serving.http.dialects.base import Dialect, Json, Translated, new_id, own_path
-from holdfast.serving.http.parse import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.schema import ChatCompletion, RelayedChat
 from holdfast.sessions.ports import ModelInfo
