@@ -13,7 +13,9 @@ from tests.agents.scripts import is_plan_or_summary
 
 LONGEST = 240  # characters of a text that stays as it is
 _KEPT = (120, 40)  # characters at the start and at the end of one that is cut
-_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\bses_[0-9A-Za-z]{20,}")
+_UUID = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\bses_[0-9A-Za-z]{20,}|\b[0-9a-f]{32}\b"
+)
 _ANY_DAY = 1_767_225_600  # the first of January 2026
 _FACTS = ("agent", "packages", "scenario", "requests", "roots", "leaves", "edited")
 _LEFT_OUT = re.compile(r"x-stainless-(?!retry)|user-agent|anthropic-dangerous|accept$")
