@@ -11,7 +11,8 @@ from holdfast.chat.messages import MAX_IGNORED, IgnoredFields, read_messages
 from holdfast.chat.template import ChatTemplate
 from holdfast.engine.slab import SlabShape
 from holdfast.errors import InvalidArgument
-from holdfast.serving.http.parse import convert_chat, decode_chat, template_variables, unread_fields
+from holdfast.serving.http.bodies import convert_chat, decode_chat
+from holdfast.serving.http.parse import template_variables, unread_fields
 from holdfast.serving.http.schema import ChatCompletion, Completion, RelayedChat
 from tests.serving import default_chat, serving, wordy_engine
 from tests.talking import chat_path, error_of, open_session, said
