@@ -14,9 +14,9 @@ import pytest
 
 from holdfast.config import ChatConfig
 from holdfast.serving.lifecycle import Chat
+from tests.agents.__main__ import AGENTS
 from tests.agents.model import ScriptedModel
 from tests.agents.recording import read_recording
-from tests.agents.scripts import by_plan
 from tests.qwen3 import VOCABULARY, qwen3
 from tests.relaying import relaying
 from tests.talking import open_session
@@ -29,7 +29,7 @@ async def test_a_recorded_run_is_on_record_token_by_token(path: Path) -> None:
     recording = read_recording(path)
     turns: list[dict[str, Any]] = recording["turns"]
     async with (
-        ScriptedModel(by_plan) as model,
+        ScriptedModel(AGENTS[recording["agent"]].script) as model,
         relaying(model.url, Chat(qwen3(), ChatConfig()), VOCABULARY) as relay,
     ):
         session = await open_session(relay.http, history="forest")
@@ -43,6 +43,7 @@ async def test_a_recorded_run_is_on_record_token_by_token(path: Path) -> None:
     assert len(tree) == len(turns) == recording["requests"]
     assert sum(not turn["parent"] for turn in tree) == recording["roots"]
     assert len({turn["turn"] for turn in tree} - {turn["parent"] for turn in tree}) == recording["leaves"]
+    assert sum(turn["edited"] for turn in tree) == recording["edited"]
     recorded = collections.Counter(
         (
             tuple(record["request"]["input_ids"]),

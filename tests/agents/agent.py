@@ -20,10 +20,12 @@ OLDEST_NODE = 22
 class Place:
     """Where a run happens. `url` is the session's: `url` + /v1 is what OpenAI's clients call the base URL.
 
-    `home` and `work` are empty directories of the run's own; `key` is a dummy.
+    `server` is what `holdfast run` needs, which opens a session of its own. `home` and `work` are empty directories of
+    the run's own; `key` is a dummy.
     """
 
     url: str
+    server: str
     prefix: Path
     home: Path
     work: Path

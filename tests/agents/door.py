@@ -1,6 +1,7 @@
 """A proxy between an agent and the server: it counts and records the requests as the agent sends them."""
 
 import json
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +12,16 @@ import aiohttp
 from aiohttp import web
 
 MODEL_PATHS = ("/chat/completions", "/messages", "/responses")
+_FAILED = re.compile(rb'^(data: \{"error"|event: (error|response\.failed))', re.MULTILINE)  # in a stream
 _HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "content-encoding"}
 _PLAIN = {"accept", "content-type", "user-agent", "idempotency-key", "session-id", "thread-id", "originator"}
 
 
 class Door:
-    """`exchanges`: method, path, headers that matter, body, status, seconds; in order of arrival."""
+    """`exchanges`: method, path, headers that matter, body, status, seconds; in order of arrival.
+
+    A stream that ends with an error has the status 500.
+    """
 
     def __init__(self, server: str, log: Path | None = None) -> None:
         self._server = server
@@ -75,6 +80,8 @@ class Door:
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     exchange.setdefault("first_byte_s", round(time.time() - exchange["started"], 2))
+                    if failed := _FAILED.search(chunk):
+                        exchange |= {"status": 500, "error": chunk[failed.start() :].decode(errors="replace")}
                     await response.write(chunk)
                 with suppress(ConnectionError):  # some agents leave at the last event
                     await response.write_eof()

@@ -11,10 +11,11 @@ from typing import Any
 
 from holdfast.chat.tool_calls import render_call
 from holdfast.testing.fake_servers import FakeSGLang
-from holdfast.testing.fake_upstream import FakeModel, FakeReply, Json, need
+from holdfast.testing.fake_upstream import FakeModel, FakeReply, Fault, Json, need
 from tests.qwen3 import FOLDER, VOCABULARY, qwen3
 
 CONTEXT = 262_144
+LATE_S = 2.5  # after which a fault with status 500 comes: later than the first bytes of a stream
 _EOS = "<|im_end|>"
 
 
@@ -67,8 +68,8 @@ class ScriptedModel(FakeSGLang):
         said, ids, ended_by = self._written(said, request.get("stop"))
         is_cut = len(ids) > limit
         ids = ids[:limit]
-        await asyncio.sleep(said.wait_s)
-        if reply.request.headers.get("x-smg-routing-key") != "holdfast-probe":
+        await asyncio.sleep(LATE_S if reply.fault.status == 500 else said.wait_s)
+        if reply.request.headers.get("x-smg-routing-key") != "holdfast-probe" and reply.fault == Fault():
             self._note(request, prompt, ids, started)
         finish = {"type": "length", "length": limit} if is_cut else ended_by
         await reply.send(self._completion(request["messages"], prompt, ids, said, finish))

@@ -1,13 +1,15 @@
 """Agents from npm: Claude Code, Codex, opencode and qwen-code, each with the settings that it needs."""
 
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.agents.agent import Agent, Command, Place
 from tests.agents.scripts import FINAL
 
-SCENARIOS = ("steps", "title", "parallel", "subagents", "compaction", "resume", "slow")
+SCENARIOS = ("steps", "title", "parallel", "subagents", "compaction", "resume", "slow", "faults", "run")
 
 
 def prompts_for(place: Place) -> list[str]:
@@ -19,11 +21,22 @@ def prompts_for(place: Place) -> list[str]:
         "subagents": ["Please let two agents do it. [[subagents 2]]"],
         "compaction": ["Please read a lot. [[big 8]]"],
         "resume": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
+        "run": ["Please do three steps. [[steps 3]]"],
+        "faults": ["Please do six steps. [[steps 6]]"],
         "slow": [f"Please think about it. [[slow {place.slow_s}]]"],
     }[place.scenario]
 
 
+def with_run(place: Place, *argv: str, **env: str) -> Sequence[Command]:
+    """The agent as `holdfast run` starts it, which tells it everything about the server."""
+    run = [sys.executable, "-m", "holdfast.cli", "run", "--server", place.server, "--label", "run", "--"]
+    path = str(Path(__file__).parents[2] / "src")
+    return [Command(argv=[*run, *argv, *prompts_for(place)], env={"PYTHONPATH": path} | env, says=FINAL)]
+
+
 def _claude_code(place: Place) -> Sequence[Command]:
+    if place.scenario == "run":
+        return with_run(place, "claude", "--dangerously-skip-permissions", "-p", IS_SANDBOX="1")
     env = {
         "ANTHROPIC_BASE_URL": place.url,
         "ANTHROPIC_API_KEY": place.key,
@@ -60,6 +73,9 @@ def _claude_code(place: Place) -> Sequence[Command]:
 
 
 def _codex(place: Place) -> Sequence[Command]:
+    options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    if place.scenario == "run":
+        return with_run(place, "codex", "exec", *options)
     folder = place.home / ".codex"
     folder.mkdir(exist_ok=True)
     limits = "model_auto_compact_token_limit = 40000\n" if place.scenario == "compaction" else ""
@@ -69,7 +85,6 @@ def _codex(place: Place) -> Sequence[Command]:
         'wire_api = "responses"\n[analytics]\nenabled = false\n'
     )
     env = {"OPENAI_API_KEY": place.key, "CODEX_HOME": str(folder)}
-    options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     return [
         Command(argv=["codex", "exec", *options, *(["resume", "--last"] if at else []), prompt], env=env, says=FINAL)
         for at, prompt in enumerate(prompts_for(place))
@@ -77,6 +92,8 @@ def _codex(place: Place) -> Sequence[Command]:
 
 
 def _opencode(place: Place) -> Sequence[Command]:
+    if place.scenario == "run":
+        return with_run(place, "opencode", "run")
     context = 60_000 if place.scenario == "compaction" else 200_000
     config = {
         "model": f"holdfast/{place.model}",
@@ -99,6 +116,8 @@ def _opencode(place: Place) -> Sequence[Command]:
 
 
 def _qwen_code(place: Place) -> Sequence[Command]:
+    if place.scenario == "run":
+        return with_run(place, "qwen", "--yolo", "-p")
     folder = place.home / ".qwen"
     folder.mkdir(exist_ok=True)
     settings: dict[str, Any] = {

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from tests.agents.scripts import is_plan_or_summary
 
 LONGEST = 240  # characters of a text that stays as it is
 _KEPT = (120, 40)  # characters at the start and at the end of one that is cut
-_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\bses_[0-9A-Za-z]{20,}")
+_UUID = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\bses_[0-9A-Za-z]{20,}|\b[0-9a-f]{32}\b"
+)
+_ANY_DAY = 1_767_225_600  # the first of January 2026
 _FACTS = ("agent", "packages", "scenario", "requests", "roots", "leaves", "edited")
 _LEFT_OUT = re.compile(r"x-stainless-(?!retry)|user-agent|anthropic-dangerous|accept$")
 
@@ -29,7 +33,8 @@ def write_recording(path: Path, result: Mapping[str, Any], turns: Sequence[Mappi
         }
         for turn, group in zip(turns, _groups(turns), strict=True)
     ]
-    text = anonymous(json.dumps(facts | {"turns": cut(sent)}, ensure_ascii=False), folder)
+    turns = cut(json.loads(anonymous(json.dumps(sent, ensure_ascii=False), folder)))
+    text = json.dumps(facts | {"turns": turns}, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.GzipFile(path, "wb", mtime=0) if path.suffix == ".gz" else path.open("wb") as stream:
         stream.write(text.encode())
@@ -71,8 +76,9 @@ def anonymous(text: str, folder: Path) -> str:
         path = str(folder / name)
         text = text.replace(path, said).replace(path.replace("/", "-"), said.replace("/", "-"))
     text = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:8000", text)
-    text = re.sub(r"\b20\d\d([-/])\d\d\1\d\d\b", r"2026\g<1>01\g<1>01", text)
-    text = re.sub(r"[A-Z][a-z]+day, [A-Z][a-z]+ \d+, 20\d\d", "Thursday, January 1, 2026", text)
+    for form in ("%Y-%m-%d", "%Y/%m/%d", "%A, %B %-d, %Y", "%B %-d, %Y", "%m/%d/%Y", "%-m/%-d/%Y"):
+        text = text.replace(time.strftime(form), time.strftime(form, time.gmtime(_ANY_DAY)))
+    text = re.sub(r"\b[0-9a-f]{64}\b", "0" * 64, text)
     text = re.sub(r"Linux \d+\.\d[\w.+-]*", "Linux 6.1", text)
     ids: dict[str, str] = {}
     return _UUID.sub(lambda found: ids.setdefault(found[0], f"00000000-0000-4000-8000-{len(ids):012d}"), text)

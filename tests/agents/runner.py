@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 
 from holdfast import errors
+from holdfast.testing.fake_upstream import Fault
 from tests.agents.agent import Agent, Command, Place, agents_folder, search_path
 from tests.agents.door import Door
 from tests.agents.model import ScriptedModel, model_folder
@@ -76,9 +77,13 @@ async def run(
         Door(server, folder / "door.jsonl") as door,
         aiohttp.ClientSession() as client,
     ):
+        if scenario == "faults":
+            body = b'{"error": {"message": "overloaded"}}'
+            model.faults.extend([Fault(), Fault(), Fault(status=503, body=body), Fault(), Fault(status=500, body=body)])
         session = await _json(client, "POST", f"{server}/sessions", {"history": history} if history != "strict" else {})
         place = Place(
             url=f"{door.url}/sessions/{session['session_id']}",
+            server=door.url,
             prefix=agents_folder() / agent.name,
             home=folder / "home",
             work=folder / "work",
@@ -86,13 +91,15 @@ async def run(
             slow_s=slow_s,
         )
         checks = [await _ran(command, place, folder, agent.limit_s) for command in agent.commands(place)]
+        if scenario == "run":  # it has opened a session
+            session = (await _json(client, "GET", f"{server}/sessions?label=run"))["data"][0]
         one = f"{server}/sessions/{session['session_id']}"
         state = await _json(client, "GET", f"{one}?branches=all")
         samples = await _json(client, "POST", f"{one}/samples", {"format": "json", "branch": "all"})
     (folder / "session.json").write_text(json.dumps(state))
     (folder / "samples.json").write_text(json.dumps(samples))
     checks += [
-        _all_recorded(door, state),
+        _all_recorded(door, state, num_faults=2 if scenario == "faults" else 0),
         _same_ids(model, state),
         _same_samples(model, samples),
         _verified(folder / "samples.json"),
@@ -210,7 +217,7 @@ async def _ran(command: Command, place: Place, folder: Path, limit_s: int) -> Ch
             os.close(end)
             threading.Thread(target=_type, args=(terminal, command, output)).start()
         try:
-            await asyncio.wait_for(process.communicate(command.stdin.encode() or None), limit_s)
+            await asyncio.wait_for(process.communicate(None if command.typed else command.stdin.encode()), limit_s)
             code = f"{process.returncode}"
         except TimeoutError:
             code = f"none within {limit_s} s"
@@ -254,11 +261,12 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, 9)
 
 
-def _all_recorded(door: Door, state: Any) -> Check:
+def _all_recorded(door: Door, state: Any, num_faults: int) -> Check:
+    """`num_faults`: how many requests the model's server has failed; an agent repeats those."""
     statuses = collections.Counter(exchange["status"] for exchange in door.turns)
     num_turns, num_requests = len(state["metadata"]["tree"]), len(door.turns)
     bad = [f"{x['path']} {x['status']} {x.get('error', '')[:300]}" for x in door.turns if x["status"] != 200]
-    is_ok = num_turns == num_requests and num_turns > 0 and not bad
+    is_ok = num_turns + num_faults == num_requests and num_turns > 0 and len(bad) == num_faults
     detail = f"{num_turns} turns, {num_requests} requests, statuses {dict(statuses)}"
     return Check("turns on record are the agent's requests", is_ok, "; ".join([detail, *bad[:5]]))
 

@@ -73,6 +73,7 @@ MESSAGE: dict[str, Any] = {
     "tools": [{"name": "look", "description": "at", "input_schema": {"type": "object"}}, {"type": "x", "name": "y"}],
     "tool_choice": {"type": "auto"}, "stop_sequences": ["x"], "thinking": {"type": "enabled"}, "temperature": 0.5,
     "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "u"}, "output_config": {"effort": "low"}, "stream": True,
+    "thread": {"type": "create", "previous_message_id": "msg_1"},
 }  # fmt: skip
 RESPONSE: dict[str, Any] = {
     "model": "m", "max_output_tokens": 2, "instructions": "Be brief.", "store": True, "stream": True,

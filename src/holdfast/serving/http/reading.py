@@ -63,6 +63,7 @@ class ChatCall(Generic[T]):
         return bool(options and options.include_usage)
 
     def writer(self, model: ModelInfo, tokenizer: Tokenizer) -> ChatWriter:
+        """Its id says whether the first message are instructions, so that later requests can leave them out."""
         own = self.body if isinstance(self.body, ChatCompletion) else None
         return ChatWriter(
             model=model.name,
@@ -84,7 +85,10 @@ async def read_chat(
         decoded = await decode_chat(raw, kind, may_ignore=may_ignore, unread=unread)
         return ChatCall(decoded=decoded, translated=dialect.translate(decoded.fields), dialect=dialect, raw=raw)
     fields = (await decode_chat(raw, dict[str, Any], may_ignore=False)).fields
-    translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
+    try:
+        translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
+    except RecursionError as exc:
+        raise InvalidArgument("the request body is nested too deeply") from exc
     if translated.ignored and not may_ignore:
         where = translated.ignored[0]
         raise InvalidArgument(f"{where} is not supported here", param=where)

@@ -130,7 +130,6 @@ class SessionRoutes:
             events,
             reply=call.translated.reply,
             writer=writer,
-            dropped=lambda: self._runtime.find(session_id, owner).num_dropped(self._runtime.model.recent),
             confirm=lambda number: self._chats.confirm(session_id, number),
             id_of=lambda number: trajectory.tree.nodes[number - 1].turn.facts.response_id,
             with_usage=call.with_usage,
