@@ -212,13 +212,11 @@ class _Worker:
         await self._http.ask("DELETE", f"/sessions/{self._session}")
 
     async def _case(self) -> str:
-        if only := self._campaign.only:
-            return await self._post(*self._random.choice([body for body in BODIES if only in body[0]]))
-        chance = self._random.random()
-        if chance < 0.003:
+        chance, only = self._random.random(), self._campaign.only
+        if chance < 0.003 and only in CHAT:
             return await self._post(CHAT, GRAMMAR)
-        if chance < 0.75:
-            return await self._post(*self._random.choice(BODIES))
+        if chance < 0.75 or only:
+            return await self._post(*self._random.choice([body for body in BODIES if only in body[0]]))
         if chance < 0.85:
             return await self._anything()
         if chance < 0.90:
