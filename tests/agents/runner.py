@@ -77,7 +77,8 @@ async def run(
         Door(server, folder / "door.jsonl") as door,
         aiohttp.ClientSession() as client,
     ):
-        if scenario == "faults":
+        kind = scenario.rpartition(":")[2]
+        if kind == "faults":
             body = b'{"error": {"message": "overloaded"}}'
             model.faults.extend([Fault(), Fault(), Fault(status=503, body=body), Fault(), Fault(status=500, body=body)])
         session = await _json(client, "POST", f"{server}/sessions", {"history": history} if history != "strict" else {})
@@ -91,7 +92,7 @@ async def run(
             slow_s=slow_s,
         )
         checks = [await _ran(command, place, folder, agent.limit_s) for command in agent.commands(place)]
-        if scenario == "run":  # it has opened a session
+        if kind == "run":  # it has opened a session
             session = (await _json(client, "GET", f"{server}/sessions?label=run"))["data"][0]
         one = f"{server}/sessions/{session['session_id']}"
         state = await _json(client, "GET", f"{one}?branches=all")
@@ -99,12 +100,12 @@ async def run(
     (folder / "session.json").write_text(json.dumps(state))
     (folder / "samples.json").write_text(json.dumps(samples))
     checks += [
-        _all_recorded(door, state, num_faults=2 if scenario == "faults" else 0),
+        _all_recorded(door, state, num_faults=2 if kind == "faults" else 0),
         _same_ids(model, state),
         _same_samples(model, samples),
         _verified(folder / "samples.json"),
         _no_errors(state),
-        _branched(scenario, state),
+        _branched(kind, state),
     ]
     for check in checks:
         print(f"{'ok  ' if check.is_ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
@@ -331,9 +332,9 @@ def _no_errors(state: Any) -> Check:
     return Check("no error text in a trajectory", not found, "; ".join(found[:3]))
 
 
-def _branched(scenario: str, state: Any) -> Check:
+def _branched(kind: str, state: Any) -> Check:
     """The scenario did happen: subagents are conversations of their own, and a compaction begins another one."""
-    wanted, found = _LEAST_LEAVES.get(scenario.rpartition(":")[2], 1), _num_leaves(state["metadata"]["tree"])
+    wanted, found = _LEAST_LEAVES.get(kind, 1), _num_leaves(state["metadata"]["tree"])
     return Check("the tree has the branches of the scenario", found >= wanted, f"{found}, expected {wanted} or more")
 
 
