@@ -250,7 +250,7 @@ def test_a_rich_message_becomes_what_the_table_says() -> None:
             {"role": "system", "content": "reminder"},
         ],
     }  # fmt: skip
-    assert translated.ignored == ("metadata", "tools[1]")
+    assert translated.ignored == ("metadata", "tools[1]", "messages[0].content[0].cache_control")
 
 
 def test_a_rich_response_becomes_what_the_table_says() -> None:
@@ -258,7 +258,7 @@ def test_a_rich_response_becomes_what_the_table_says() -> None:
         "model": "m", "max_output_tokens": 5, "instructions": "Be brief.", "store": False, "include": [],
         "reasoning": {"effort": "low"}, "text": {"format": {"type": "json_object"}}, "client_metadata": {},
         "tools": [
-            *TOOLS["responses"], {"type": "web_search"}, {"type": "custom", "name": "patch"},
+            *TOOLS["responses"], {"type": "web_search", "x": 1}, {"type": "custom", "name": "patch", "format": {}},
             {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "open"}, {"type": "x"}]},
         ],
         "tool_choice": {"type": "custom", "name": "open"},
@@ -292,7 +292,7 @@ def test_a_rich_response_becomes_what_the_table_says() -> None:
     assert messages[1]["tool_calls"][1]["function"]["arguments"] == '{"input": "é"}'
     assert messages[1]["reasoning_content"] == "hm"
     assert translated.instructions == {"role": "system", "content": "Be brief."}
-    assert translated.ignored == ("client_metadata", "input[7]", "tools[1]", "tools[3].tools[1]")
+    assert translated.ignored == ("client_metadata", "input[7]", "tools[1]", "tools[3].tools[1]", "tools[2].format")
 
 
 def saying(kind: str) -> Json:
@@ -350,6 +350,13 @@ async def test_what_cannot_be_understood_is_refused_by_its_path_in_the_apis_enve
             unknown = await client.post(f"/sessions/none{path}", json={})
             assert unknown.status_code == 404
             assert refused(unknown)
+        for depth in range(300, 1100, 100):
+            nested = '{"type": "text", "text": "", "content": ' + "[" * depth + "]" * depth + "}"
+            deep = '{"messages": [{"role": "user", "content": [' + nested + ']}], "max_tokens": 1}'
+            call = '{"type": "tool_use", "name": "f", "input": {"a": ' + "[" * depth + "]" * depth + "}}"
+            deeper = '{"messages": [{"role": "assistant", "content": [' + call + ']}], "max_tokens": 1}'
+            for content in (deep, deeper):
+                assert (await client.post("/v1/messages", content=content)).status_code in (200, 400)
         missing = await client.post("/v1/messages/batches", json={})
         assert refused(missing) == "no such path"
         assert missing.json()["error"]["type"] == "not_found_error"

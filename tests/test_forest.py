@@ -67,6 +67,15 @@ async def test_conversations_take_turns_in_one_session_and_each_keeps_its_cache(
         assert max(prefilled[name, step] for name in talks for step in (1, 2, 3)) < prefilled["red", 0]
 
 
+async def test_the_header_counts_the_dropped_tokens_of_its_own_conversation() -> None:
+    async with forest() as (_, client, session):
+        long = await client.post(chat_path(session), json=said("word " * 500, truncation="auto"))
+        short = await client.post(chat_path(session), json=said("Hi"))
+        dropped = [int(response.headers["holdfast-dropped-tokens"]) for response in (long, short)]
+        assert dropped[0] == long.json()["usage"]["holdfast"]["dropped_tokens"] > 0
+        assert dropped[1] == 0
+
+
 async def test_another_system_prompt_other_tools_and_a_summary_begin_conversations() -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     async with forest() as (_, client, session):

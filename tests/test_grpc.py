@@ -715,6 +715,15 @@ async def test_several_authorization_headers_are_refused(keys_file: str) -> None
                 await server.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata)
 
 
+async def test_an_api_key_may_come_as_x_api_key(keys_file: str) -> None:
+    async with serving(SlowEngine(), keys_file=keys_file) as server:
+        await server.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=[("x-api-key", "secret-a")])
+        for other in ("secret-b", "wrong"):
+            metadata = [("x-api-key", other), ("authorization", "Bearer secret-a")]
+            async with refused(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated"):
+                await server.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata)
+
+
 TOO_LARGE: dict[str, dict[str, Any]] = {
     "client_label": {"client_label": "x" * 1001},
     "eos_token_ids": {"eos_token_ids": [1] * 4097},

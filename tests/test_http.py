@@ -22,7 +22,7 @@ from holdfast import __version__
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.engine.interface import Row
 from holdfast.errors import ConfigError
-from holdfast.serving.http import parse
+from holdfast.serving.http import bodies
 from holdfast.serving.http.descriptions import DESCRIPTIONS
 from holdfast.serving.http.openapi import build
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
@@ -916,7 +916,7 @@ async def test_lists_and_labels_without_measure_are_refused_by_name(
 async def test_a_body_that_would_block_the_event_loop_is_refused_before_it_is_decoded(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes, refused: tuple[int, str]
 ) -> None:
-    monkeypatch.setattr(parse, "msgspec", None)
+    monkeypatch.setattr(bodies, "msgspec", None)
     assert refusal_of(await client.post(path, content=body)) == refused
 
 
@@ -1109,8 +1109,8 @@ async def test_a_large_body_is_decoded_once_and_off_the_event_loop(
     def watched(work: Any) -> Any:
         return lambda *given, **options: (threads.append(threading.current_thread()), work(*given, **options))[1]
 
-    monkeypatch.setattr(parse.msgspec, "convert", watched(msgspec.convert))
-    monkeypatch.setattr(parse, "read_messages", watched(parse.read_messages))
+    monkeypatch.setattr(bodies.msgspec, "convert", watched(msgspec.convert))
+    monkeypatch.setattr(bodies, "read_messages", watched(bodies.read_messages))
     session = await open_session(client)
     for path in (CHAT, chat_path(session)):
         threads.clear()

@@ -11,6 +11,8 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
+from tests.agents.server import HoldfastServer
+
 MODEL_PATHS = ("/chat/completions", "/messages", "/responses")
 _FAILED = re.compile(rb'^(data: \{"error"|event: (error|response\.failed))', re.MULTILINE)  # in a stream
 _HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "content-encoding"}
@@ -23,7 +25,7 @@ class Door:
     A stream that ends with an error has the status 500.
     """
 
-    def __init__(self, server: str, log: Path | None = None) -> None:
+    def __init__(self, server: HoldfastServer, log: Path | None = None) -> None:
         self._server = server
         self._log = log
         self.exchanges: list[dict[str, Any]] = []
@@ -69,7 +71,7 @@ class Door:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
         try:
             async with self._client.request(
-                request.method, self._server + request.path_qs, data=body, headers=headers
+                request.method, self._server.url + request.path_qs, data=body, headers=headers
             ) as answer:
                 exchange["status"] = answer.status
                 passed = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}

@@ -9,7 +9,10 @@ from typing import Any
 from tests.agents.agent import Agent, Command, Place
 from tests.agents.scripts import FINAL
 
-SCENARIOS = ("steps", "title", "parallel", "subagents", "compaction", "resume", "slow", "faults", "run")
+SCENARIOS = (
+    *("steps", "title", "parallel", "subagents", "crowd", "compaction", "resume", "restart", "slow"),
+    *("faults", "run", "header"),
+)
 
 
 def prompts_for(place: Place) -> list[str]:
@@ -20,7 +23,10 @@ def prompts_for(place: Place) -> list[str]:
         "parallel": ["Please do three things at once. [[parallel 3]]"],
         "subagents": ["Please let two agents do it. [[subagents 2]]"],
         "compaction": ["Please read a lot. [[big 8]]"],
+        "crowd": ["Please let six agents do it. [[subagents 6]]"],
         "resume": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
+        "restart": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
+        "header": ["Please do three steps. [[steps 3]]"],
         "run": ["Please do three steps. [[steps 3]]"],
         "faults": ["Please do six steps. [[steps 6]]"],
         "slow": [f"Please think about it. [[slow {place.slow_s}]]"],
@@ -168,7 +174,7 @@ NPM_AGENTS = (
         kind="npm",
         packages=["@qwen-code/qwen-code@0.24.4"],
         dialect="chat",
-        scenarios=SCENARIOS,
+        scenarios=[name for name in SCENARIOS if name != "header"],  # it sends no id
         commands=_qwen_code,
     ),
 )

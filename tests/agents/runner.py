@@ -10,12 +10,11 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import termios
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,12 @@ from holdfast import errors
 from holdfast.testing.fake_upstream import Fault
 from tests.agents.agent import Agent, Command, Place, agents_folder, search_path
 from tests.agents.door import Door
-from tests.agents.model import ScriptedModel, model_folder
+from tests.agents.model import ScriptedModel
 from tests.agents.recording import write_recording
+from tests.agents.server import HOLDFAST, HoldfastServer, own_env
 
-REPOSITORY = Path(__file__).parents[2]
-_LEAST_LEAVES = {"subagents": 3, "compaction": 2}
-_HOLDFAST = [sys.executable, "-m", "holdfast.cli"]
+_OPTIONS = {"header": ["--session-header", "x-claude-code-session-id,session-id,x-session-id"]}  # of the server
+_LEAST_LEAVES = {"subagents": 3, "crowd": 7, "compaction": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ async def run(
     started = time.time()
     async with (
         ScriptedModel(agent.script, folder / "model.jsonl") as model,
-        _server(["--upstream", model.url, *options], folder) as server,
+        HoldfastServer(["--upstream", model.url, *_OPTIONS.get(scenario, []), *options], folder) as server,
         Door(server, folder / "door.jsonl") as door,
         aiohttp.ClientSession() as client,
     ):
@@ -81,9 +80,9 @@ async def run(
         if kind == "faults":
             body = b'{"error": {"message": "overloaded"}}'
             model.faults.extend([Fault(), Fault(), Fault(status=503, body=body), Fault(), Fault(status=500, body=body)])
-        session = await _json(client, "POST", f"{server}/sessions", {"history": history} if history != "strict" else {})
+        session = (await _json(client, "POST", f"{server.url}/sessions", {"history": history}))["session_id"]
         place = Place(
-            url=f"{door.url}/sessions/{session['session_id']}",
+            url=door.url if kind == "header" else f"{door.url}/sessions/{session}",
             server=door.url,
             prefix=agents_folder() / agent.name,
             home=folder / "home",
@@ -91,10 +90,15 @@ async def run(
             scenario=scenario,
             slow_s=slow_s,
         )
-        checks = [await _ran(command, place, folder, agent.limit_s) for command in agent.commands(place)]
-        if kind == "run":  # it has opened a session
-            session = (await _json(client, "GET", f"{server}/sessions?label=run"))["data"][0]
-        one = f"{server}/sessions/{session['session_id']}"
+        checks: list[Check] = []
+        for command in agent.commands(place):
+            if kind == "restart" and checks:
+                await server.restart()
+            checks.append(await _ran(command, place, folder, agent.limit_s))
+        if kind in ("run", "header"):  # they have opened a session of their own
+            opened = (await _json(client, "GET", f"{server.url}/sessions"))["data"]
+            (session,) = [one["session_id"] for one in opened if one["session_id"] != session]
+        one = f"{server.url}/sessions/{session}"
         state = await _json(client, "GET", f"{one}?branches=all")
         samples = await _json(client, "POST", f"{one}/samples", {"format": "json", "branch": "all"})
     (folder / "session.json").write_text(json.dumps(state))
@@ -131,53 +135,6 @@ async def run(
     if record:
         write_recording(record, result, door.turns, folder)
     return result
-
-
-@asynccontextmanager
-async def _server(options: Sequence[str], folder: Path) -> AsyncIterator[str]:
-    """The URL of `holdfast serve` in a process of its own, for as long as the context lasts."""
-    options = ["--backend", "sglang", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", *options]
-    process = await asyncio.create_subprocess_exec(
-        *_HOLDFAST,
-        *("serve", str(model_folder(folder / "qwen3")), *options, "--data-dir", str(folder / "data")),
-        stderr=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        env=_own_env(),
-    )
-    assert process.stderr
-    said, url = "", ""
-    log = (folder / "server.log").open("w")
-    try:
-        while not url:
-            line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
-            said += line
-            log.write(line)
-            if not line:
-                raise RuntimeError(f"holdfast serve ended: {said}")
-            if found := re.search(r"(http://\S+)/metrics", line):
-                url = found[1]
-        reader = asyncio.ensure_future(_copied(process.stderr, log))
-        yield url
-        process.terminate()
-        await asyncio.wait_for(process.wait(), 60)
-        await reader
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        log.close()
-
-
-def _own_env() -> dict[str, str]:
-    """For our own command, which refuses variables HOLDFAST_... that are no settings."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-    return kept | {"PYTHONPATH": str(REPOSITORY / "src")}
-
-
-async def _copied(source: asyncio.StreamReader, target: Any) -> None:
-    while line := await source.readline():
-        target.write(line.decode(errors="replace"))
-        target.flush()
 
 
 async def _json(client: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> Any:
@@ -310,11 +267,11 @@ def _compared(name: str, ours: collections.Counter[Any], theirs: collections.Cou
 
 def _verified(path: Path) -> Check:
     done = subprocess.run(
-        [*_HOLDFAST, "samples", "verify", str(path)],
+        [*HOLDFAST, "samples", "verify", str(path)],
         capture_output=True,
         text=True,
         check=False,
-        env=_own_env(),
+        env=own_env(),
     )
     said = (done.stdout + done.stderr).strip().replace(str(path), "samples")
     return Check("samples verify", done.returncode == 0, said)

@@ -1,6 +1,6 @@
 """Requests to a chat and the events of a turn, without any wire format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,12 +37,14 @@ class ReplyWriter(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStarted:
     """A turn that has been accepted. `branched_below`: the number of the turn that it branches from, if it is a branch.
+    `num_dropped` tells how many tokens of its conversation have left the window by now.
 
     `writer` is that of the request that began it, so that a retry that joins gets the same bytes.
     """
 
     turn_id: str
     writer: ReplyWriter
+    num_dropped: Callable[[], int]
     branched_below: int | None = None
 
 

@@ -110,6 +110,7 @@ class ChatTurn:
         self.prepared: PreparedTurn
         self._tip: Tip | None = None  # of a forest, that nobody else may use
         self._cache: Cache | None = None
+        self._node: Node | None = None  # once it is on record
         self.events = Broadcast[TurnEvent](setup.stream_stall_s)
         self._committing: asyncio.Task[TurnRecord] | None = None
         self._has_begun = False
@@ -136,7 +137,11 @@ class ChatTurn:
         self.claim.check_room()
         self.prepared = prepared = await self._prepare()
         below = prepared.parent.number if prepared.is_branch else None
-        self.events.publish(TurnStarted(turn_id=self.id, writer=self.request.writer, branched_below=below))
+        self.events.publish(
+            TurnStarted(
+                turn_id=self.id, writer=self.request.writer, num_dropped=self._num_dropped, branched_below=below
+            )
+        )
         owner = self.trajectory.owner
         async with setup.admission.admitted(owner=owner), contextlib.aclosing(setup.source(self)) as events:
             async for event in events:
@@ -150,6 +155,14 @@ class ChatTurn:
                 self.events.publish(
                     TurnResponse(body=event.body, number=number, status=event.status, headers=event.headers)
                 )
+
+    def _num_dropped(self) -> int:
+        session, recent = self.claim.session, self.setup.runtime.model.recent
+        if not self.trajectory.is_forest:
+            return session.num_dropped(recent)
+        prepared, node = self.prepared, self._node
+        end = node.end if node else prepared.parent.end + len(prepared.prompt.ids)
+        return max(0, end - _pinned(node or prepared.parent, session.sink) - recent)
 
     async def _prepare(self) -> PreparedTurn:
         """Match and render the request. In a forest this waits until no other turn is at the same tip."""
@@ -232,7 +245,8 @@ class ChatTurn:
             turn.request = turn.response = None
         is_kept = bool(result.facts.cut) or result.body == result.response  # the client's copy follows from the record
         response = TurnResponse(body=b"" if is_kept else result.body, number=turn.number, headers=result.headers)
-        before, node = trajectory.tree.tip, trajectory.add(turn, response)
+        before = trajectory.tree.tip
+        self._node = node = trajectory.add(turn, response)
         if not trajectory.is_forest:
             trajectory.cache.advance(node)
             return turn
@@ -240,8 +254,7 @@ class ChatTurn:
             self._cache.advance(node)
         base = trajectory.tree.common(before, node)
         turns = [part.turn for part in node.path()[base.depth :]]
-        pinned = node.ancestor(1).turn.facts.pinned
-        await claim.replace_history(base.end, turns, sink=claim.session.sink if pinned is None else pinned)
+        await claim.replace_history(base.end, turns, sink=_pinned(node, claim.session.sink))
         return turn
 
     def _facts(self, facts: TurnFacts) -> TurnFacts:
@@ -303,6 +316,12 @@ class ChatTurn:
             return False
         trajectory.claim = None
         return True
+
+
+def _pinned(node: Node, default: int) -> int:
+    """How many tokens at the start of the conversation of `node` never leave the window."""
+    pinned = node.ancestor(1).turn.facts.pinned
+    return default if pinned is None else pinned
 
 
 def kept_request(request: Mapping[str, Any], parent: Node) -> bytes:

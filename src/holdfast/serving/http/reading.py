@@ -11,9 +11,9 @@ from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
+from holdfast.serving.http.bodies import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.dialects import CHAT
 from holdfast.serving.http.dialects.base import Dialect, Json, Translated, new_id, own_path
-from holdfast.serving.http.parse import Decoded, convert_chat, decode_chat
 from holdfast.serving.http.render import ChatWriter
 from holdfast.serving.http.schema import ChatCompletion, RelayedChat
 from holdfast.sessions.ports import ModelInfo
@@ -63,6 +63,7 @@ class ChatCall(Generic[T]):
         return bool(options and options.include_usage)
 
     def writer(self, model: ModelInfo, tokenizer: Tokenizer) -> ChatWriter:
+        """Its id says whether the first message are instructions, so that later requests can leave them out."""
         own = self.body if isinstance(self.body, ChatCompletion) else None
         return ChatWriter(
             model=model.name,
@@ -84,7 +85,10 @@ async def read_chat(
         decoded = await decode_chat(raw, kind, may_ignore=may_ignore, unread=unread)
         return ChatCall(decoded=decoded, translated=dialect.translate(decoded.fields), dialect=dialect, raw=raw)
     fields = (await decode_chat(raw, dict[str, Any], may_ignore=False)).fields
-    translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
+    try:
+        translated = await run_off_loop(partial(dialect.translate, fields), len(raw))
+    except RecursionError as exc:
+        raise InvalidArgument("the request body is nested too deeply") from exc
     if translated.ignored and not may_ignore:
         where = translated.ignored[0]
         raise InvalidArgument(f"{where} is not supported here", param=where)

@@ -243,8 +243,8 @@ async def _reply_chunks(
 class TurnResponder:
     """The response to a request for a turn.
 
-    `writer` is this request's own; a retry that joins a turn gets that of the turn. `dropped` tells how many tokens
-    have left the window by now, `id_of` under which id the client knows a recorded turn.
+    `writer` is this request's own; a retry that joins a turn gets that of the turn. `id_of` tells under which id the
+    client knows a recorded turn.
     """
 
     def __init__(
@@ -253,7 +253,6 @@ class TurnResponder:
         *,
         reply: ReplyFormat,
         writer: ChatWriter,
-        dropped: Callable[[], int],
         confirm: Callable[[int], None],
         id_of: Callable[[int], str] = lambda number: "",
         with_usage: bool = False,
@@ -263,7 +262,6 @@ class TurnResponder:
         self._events = events
         self._reply = reply
         self._writer = writer
-        self._dropped = dropped
         self._confirm = confirm
         self._id_of = id_of
         self._with_usage = with_usage
@@ -343,7 +341,7 @@ class TurnResponder:
             return headers | ({"idempotent-replayed": "true"} if self.response else {})
         if self.response is not None and self.response.number is None:
             return headers | {"holdfast-recorded": "false"}
-        headers |= {"holdfast-dropped-tokens": str(self._dropped()), "holdfast-turn": self._started.turn_id}
+        headers |= {"holdfast-dropped-tokens": str(self._started.num_dropped()), "holdfast-turn": self._started.turn_id}
         if self._started.branched_below is not None:
             headers["holdfast-branched"] = str(self._started.branched_below)
         return headers

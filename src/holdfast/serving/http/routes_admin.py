@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from holdfast.chats.service import ChatService
 from holdfast.errors import Forbidden, InvalidArgument
 from holdfast.metrics import Metrics
+from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import decode
 from holdfast.serving.http.schema import WeightVersion
 from holdfast.serving.keys import ADMIN, is_admin
 

@@ -11,8 +11,8 @@ from holdfast.chats.samples.assembly import Options
 from holdfast.chats.samples.formats import CONTENT_TYPES, encode, read_format
 from holdfast.chats.service import ChatService
 from holdfast.errors import InvalidArgument
+from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import decode
 from holdfast.serving.http.schema import Purge, SamplesRequest
 from holdfast.serving.keys import is_admin
 from holdfast.sessions.journal.base import closed_sessions, purge

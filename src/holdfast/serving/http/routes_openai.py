@@ -14,12 +14,12 @@ from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import ModelNotFound
 from holdfast.metrics import Metrics
+from holdfast.serving.http.bodies import decode_chat
 from holdfast.serving.http.dialects.chat import ChatReplies
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.parse import (
     chat_request,
     checked_ids,
-    decode_chat,
     prompts,
     sampling_params,
     stop_strings,

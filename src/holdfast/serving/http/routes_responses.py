@@ -12,6 +12,7 @@ from holdfast.chats.service import ChatService
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
 from holdfast.errors import InvalidArgument, ResponseNotFound
+from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.dialects.base import Json, ReplyFormat, Translated, as_object
 from holdfast.serving.http.dialects.responses import (
     CONVERSATION,
@@ -22,7 +23,6 @@ from holdfast.serving.http.dialects.responses import (
     tools_of,
 )
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import decode
 from holdfast.serving.http.reading import ChatCall, Past
 from holdfast.serving.http.response_store import Kept, ResponseStore, new_conversation
 from holdfast.serving.http.schema import ChatCompletion

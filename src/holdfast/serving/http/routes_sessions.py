@@ -16,11 +16,12 @@ from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
+from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.dialects import CHAT
 from holdfast.serving.http.dialects.base import Dialect
 from holdfast.serving.http.dialects.responses import CONVERSATION
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, decode, relayed_request, unread_fields
+from holdfast.serving.http.parse import chat_request, relayed_request, unread_fields
 from holdfast.serving.http.reading import ChatCall, agent_ids, read_chat
 from holdfast.serving.http.response import (
     StreamTimes,
@@ -129,7 +130,6 @@ class SessionRoutes:
             events,
             reply=call.translated.reply,
             writer=writer,
-            dropped=lambda: self._runtime.find(session_id, owner).num_dropped(self._runtime.model.recent),
             confirm=lambda number: self._chats.confirm(session_id, number),
             id_of=lambda number: trajectory.tree.nodes[number - 1].turn.facts.response_id,
             with_usage=call.with_usage,

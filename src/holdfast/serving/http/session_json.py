@@ -139,10 +139,10 @@ def _conversations(tree: Tree) -> list[dict[str, Any]]:
 
 
 def _opening(node: Node) -> str:
-    """How the user began a conversation, in short. Agents put reminders and tagged texts of their own before it."""
+    """What the user said first, in short: the last text of the first turn, as agents put their own texts before it."""
     texts = [message["content"] for message in node.turn.messages if message["role"] == "user"]
-    said = [text.rpartition("</system-reminder>")[2].strip() for text in texts]
-    return next((text for text in (*said, *texts) if text and not text.startswith("<")), "")[:_MAX_OPENING]
+    said = [text.rpartition("</system-reminder>")[2].strip() or text for text in reversed(texts)]
+    return next((text for text in said if not text.startswith("<")), "")[:_MAX_OPENING]
 
 
 def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) -> dict[str, Any]:

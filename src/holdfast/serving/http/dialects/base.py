@@ -5,13 +5,14 @@ Knows JSON values and replies, nothing of sessions.
 
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.chat.messages import Message, read_messages
+from holdfast.chat.messages import IgnoredFields, Message, read_messages
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.render import Writer
@@ -195,6 +196,29 @@ def as_text(value: Any, where: str) -> str:
 
 def invalid(where: str, problem: str) -> InvalidArgument:
     return InvalidArgument(f"{where} {problem}", param=where)
+
+
+def ignored_paths(body: Mapping[str, Any], read: Set[str], inner: Set[str], left_out: Sequence[str]) -> tuple[str, ...]:
+    """The paths of what has no effect: fields of the body that are not `read`, what was `left_out` as a whole, and in
+    messages and tools the fields that are not `inner` ones. null is the same as absent."""
+
+    def below(value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                yield from below(item, f"{path}[{index}]")
+        elif isinstance(value, Mapping) and path not in left_out:
+            for name, item in value.items():
+                if item is not None and name not in inner:
+                    yield f"{path}.{name}"
+                elif name in ("content", "output", "summary", "tools"):
+                    yield from below(item, f"{path}.{name}")
+
+    unread = (name for name in sorted(set(body) - read) if body[name] is not None)
+    parts = (below(body.get(name), name) for name in ("system", "messages", "input", "tools"))
+    found = IgnoredFields()
+    for path in chain(unread, left_out, *parts):
+        found.add(path)
+    return tuple(found.paths)
 
 
 def own_path(path: str, names: Mapping[str, str]) -> str:

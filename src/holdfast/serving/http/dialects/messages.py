@@ -35,6 +35,7 @@ from holdfast.serving.http.dialects.base import (
     as_object,
     as_text,
     event,
+    ignored_paths,
     in_own_names,
     invalid,
     keep_nothing,
@@ -44,6 +45,10 @@ from holdfast.serving.http.render import Writer
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config", "thread"}
+_INNER = {
+    *("role", "content", "type", "text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id"),
+    *("description", "input_schema"),
+}  # fields that messages, blocks and tools may have
 _RAW = "_raw_arguments"  # holds the arguments of a call that spell no JSON object
 _NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
@@ -83,7 +88,7 @@ class MessagesDialect:
         if kind := as_object(body.get("thinking"), "thinking").get("type"):
             chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
         chat |= _output(as_object(body.get("output_config"), "output_config"))
-        ignored = (*sorted(set(body) - _READ), *left_out)
+        ignored = ignored_paths(body, _READ, _INNER, left_out)
         return Translated(
             fields=chat,
             reply=MessageReplies(),

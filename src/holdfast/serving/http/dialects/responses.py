@@ -45,6 +45,7 @@ from holdfast.serving.http.dialects.base import (
     as_object,
     as_text,
     event,
+    ignored_paths,
     in_own_names,
     invalid,
     keep_nothing,
@@ -57,6 +58,11 @@ _REPEATED = ("instructions", "max_output_tokens", "metadata", "temperature", "to
              "reasoning", "text", "user", "prompt_cache_key", "safety_identifier", "service_tier", "store",
              "previous_response_id")  # fmt: skip
 _READ = {*_SAME, *_REPEATED, "input", "tools", "tool_choice", "stream_options", "include", "conversation", "background"}
+_INNER = {
+    *("role", "content", "type", "text", "refusal", "id", "status", "call_id", "name", "namespace", "arguments"),
+    *("input", "output", "summary", "encrypted_content", "annotations", "logprobs", "description", "parameters"),
+    *("strict", "tools"),
+}  # fields that items, parts and tools may have
 _NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     r"response_format(\.json_schema)?": "text.format",
@@ -121,7 +127,7 @@ class ResponsesDialect:
         return Translated(
             fields=chat,
             reply=ResponseReplies(request=body, tools=names, conversation=conversation),
-            ignored=(*sorted(set(body) - _READ), *left_out),
+            ignored=ignored_paths(body, _READ, _INNER, left_out),
             previous=previous,
             conversation=conversation,
             instructions={"role": "system", "content": instructions} if instructions else None,
