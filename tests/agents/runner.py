@@ -30,6 +30,7 @@ from tests.agents.recording import write_recording
 from tests.agents.server import HOLDFAST, HoldfastServer, own_env
 
 _OPTIONS = {"header": ["--session-header", "x-claude-code-session-id,session-id,x-session-id"]}  # of the server
+_NUM_FAULTS = {"faults": 2, "kill": 1}  # requests that are not answered
 _LEAST_LEAVES = {"subagents": 3, "crowd": 7, "compaction": 2}
 
 
@@ -69,14 +70,13 @@ async def run(
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("home", "work", "data"):
         (folder / name).mkdir(parents=True)
-    started = time.time()
+    kind, started = scenario.rpartition(":")[2], time.time()
     async with (
         ScriptedModel(agent.script, folder / "model.jsonl") as model,
-        HoldfastServer(["--upstream", model.url, *_OPTIONS.get(scenario, []), *options], folder) as server,
+        HoldfastServer(["--upstream", model.url, *_OPTIONS.get(kind, []), *options], folder) as server,
         Door(server, folder / "door.jsonl") as door,
         aiohttp.ClientSession() as client,
     ):
-        kind = scenario.rpartition(":")[2]
         if kind == "faults":
             body = b'{"error": {"message": "overloaded"}}'
             model.faults.extend([Fault(), Fault(), Fault(status=503, body=body), Fault(), Fault(status=500, body=body)])
@@ -104,7 +104,7 @@ async def run(
     (folder / "session.json").write_text(json.dumps(state))
     (folder / "samples.json").write_text(json.dumps(samples))
     checks += [
-        _all_recorded(door, state, num_faults=2 if kind == "faults" else 0),
+        _all_recorded(door, state, num_faults=_NUM_FAULTS.get(kind, 0)),
         _same_ids(model, state),
         _same_samples(model, samples),
         _verified(folder / "samples.json"),
@@ -145,7 +145,7 @@ async def _json(client: aiohttp.ClientSession, method: str, url: str, body: Any 
         return json.loads(text)
 
 
-async def _ran(command: Command, place: Place, folder: Path, limit_s: int) -> Check:
+async def _ran(command: Command, place: Place, folder: Path, limit_s: float) -> Check:
     """The command in an environment of its own, where any other host than this one cannot be reached."""
     env = {
         "PATH": search_path(place.prefix),
@@ -175,17 +175,18 @@ async def _ran(command: Command, place: Place, folder: Path, limit_s: int) -> Ch
             os.close(end)
             threading.Thread(target=_type, args=(terminal, command, output)).start()
         try:
+            limit_s = command.killed_after_s or limit_s
             await asyncio.wait_for(process.communicate(None if command.typed else command.stdin.encode()), limit_s)
             code = f"{process.returncode}"
         except TimeoutError:
-            code = f"none within {limit_s} s"
+            code = "killed" if command.killed_after_s else f"none within {limit_s} s"
         finally:
             _end_group(process.pid)
     said = (folder / f"output.{number}").read_bytes()
     is_said = _plain(command.says.encode()) in _plain(said)
     name, text = command.writes or ("", "")
     is_written = not name or ((file := place.work / name).is_file() and file.read_text() == text)
-    is_ok = code == "0" and is_said and is_written
+    is_ok = code == ("killed" if command.killed_after_s else "0") and is_said and is_written
     detail = "" if is_said else f", and its output lacks {command.says!r}"
     detail += "" if is_written else f", and it did not do its work: {name}"
     return Check(f"exit code of command {number + 1}", is_ok, code + detail + ("" if is_ok else f": {said[-600:]!r}"))
@@ -220,10 +221,11 @@ def _end_group(pid: int) -> None:
 
 
 def _all_recorded(door: Door, state: Any, num_faults: int) -> Check:
-    """`num_faults`: how many requests the model's server has failed; an agent repeats those."""
+    """`num_faults`: how many requests failed, or were left by the agent."""
     statuses = collections.Counter(exchange["status"] for exchange in door.turns)
     num_turns, num_requests = len(state["metadata"]["tree"]), len(door.turns)
     bad = [f"{x['path']} {x['status']} {x.get('error', '')[:300]}" for x in door.turns if x["status"] != 200]
+    bad += [f"{x['path']} was left by the agent" for x in door.turns if x["status"] == 200 and "is_whole" not in x]
     is_ok = num_turns + num_faults == num_requests and num_turns > 0 and len(bad) == num_faults
     detail = f"{num_turns} turns, {num_requests} requests, statuses {dict(statuses)}"
     return Check("turns on record are the agent's requests", is_ok, "; ".join([detail, *bad[:5]]))
