@@ -52,6 +52,7 @@ class Command:
     stdin: str = ""
     says: str = ""
     typed: Sequence[str] = ()
+    killed_after_s: float = 0.0
     writes: tuple[str, str] | None = None
 
 

@@ -85,6 +85,7 @@ class Door:
                     if failed := _FAILED.search(chunk):
                         exchange |= {"status": 500, "error": chunk[failed.start() :].decode(errors="replace")}
                     await response.write(chunk)
+                exchange["is_whole"] = True
                 with suppress(ConnectionError):  # some agents leave at the last event
                     await response.write_eof()
                 return response

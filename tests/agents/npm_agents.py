@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tests.agents.agent import Agent, Command, Place
 from tests.agents.scripts import FINAL
 
 SCENARIOS = (
-    *("steps", "title", "parallel", "subagents", "crowd", "compaction", "resume", "restart", "slow"),
+    *("steps", "title", "parallel", "subagents", "crowd", "compaction", "resume", "restart", "kill", "slow"),
     *("faults", "run", "header"),
 )
 
@@ -26,6 +27,7 @@ def prompts_for(place: Place) -> list[str]:
         "crowd": ["Please let six agents do it. [[subagents 6]]"],
         "resume": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
         "restart": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
+        "kill": ["Please think about it. [[slow 600]]", "And now do three steps. [[steps 3]]"],
         "header": ["Please do three steps. [[steps 3]]"],
         "run": ["Please do three steps. [[steps 3]]"],
         "faults": ["Please do six steps. [[steps 6]]"],
@@ -144,6 +146,13 @@ def _qwen_code(place: Place) -> Sequence[Command]:
     ]
 
 
+def _with_kill(place: Place, commands: Sequence[Command]) -> Sequence[Command]:
+    """In the scenario `kill`, the first command ends in the middle of its slow reply."""
+    if place.scenario != "kill":
+        return commands
+    return [replace(commands[0], killed_after_s=20, says=""), *commands[1:]]
+
+
 NPM_AGENTS = (
     Agent(
         name="claude-code",
@@ -151,7 +160,7 @@ NPM_AGENTS = (
         packages=["@anthropic-ai/claude-code@2.1.325"],
         dialect="messages",
         scenarios=SCENARIOS,
-        commands=_claude_code,
+        commands=lambda place: _with_kill(place, _claude_code(place)),
     ),
     Agent(
         name="codex",
@@ -159,7 +168,7 @@ NPM_AGENTS = (
         packages=["@openai/codex@0.166.0"],
         dialect="responses",
         scenarios=[name for name in SCENARIOS if name != "title"],
-        commands=_codex,
+        commands=lambda place: _with_kill(place, _codex(place)),
     ),
     Agent(
         name="opencode",
@@ -167,7 +176,7 @@ NPM_AGENTS = (
         packages=["opencode-ai@1.18.33"],
         dialect="chat",
         scenarios=SCENARIOS,
-        commands=_opencode,
+        commands=lambda place: _with_kill(place, _opencode(place)),
     ),
     Agent(
         name="qwen-code",
@@ -175,6 +184,6 @@ NPM_AGENTS = (
         packages=["@qwen-code/qwen-code@0.24.4"],
         dialect="chat",
         scenarios=[name for name in SCENARIOS if name != "header"],  # it sends no id
-        commands=_qwen_code,
+        commands=lambda place: _with_kill(place, _qwen_code(place)),
     ),
 )

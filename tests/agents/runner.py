@@ -30,6 +30,7 @@ from tests.agents.recording import write_recording
 from tests.agents.server import HOLDFAST, HoldfastServer, own_env
 
 _OPTIONS = {"header": ["--session-header", "x-claude-code-session-id,session-id,x-session-id"]}  # of the server
+_NUM_FAULTS = {"faults": 2, "kill": 1}  # requests that are not answered
 _LEAST_LEAVES = {"subagents": 3, "crowd": 7, "compaction": 2}
 
 
@@ -69,19 +70,19 @@ async def run(
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("home", "work", "data"):
         (folder / name).mkdir(parents=True)
-    started = time.time()
+    kind, started = scenario.rpartition(":")[2], time.time()
     async with (
         ScriptedModel(agent.script, folder / "model.jsonl") as model,
-        HoldfastServer(["--upstream", model.url, *_OPTIONS.get(scenario, []), *options], folder) as server,
+        HoldfastServer(["--upstream", model.url, *_OPTIONS.get(kind, []), *options], folder) as server,
         Door(server, folder / "door.jsonl") as door,
         aiohttp.ClientSession() as client,
     ):
-        if scenario == "faults":
+        if kind == "faults":
             body = b'{"error": {"message": "overloaded"}}'
             model.faults.extend([Fault(), Fault(), Fault(status=503, body=body), Fault(), Fault(status=500, body=body)])
         session = (await _json(client, "POST", f"{server.url}/sessions", {"history": history}))["session_id"]
         place = Place(
-            url=door.url if scenario == "header" else f"{door.url}/sessions/{session}",
+            url=door.url if kind == "header" else f"{door.url}/sessions/{session}",
             server=door.url,
             prefix=agents_folder() / agent.name,
             home=folder / "home",
@@ -91,10 +92,10 @@ async def run(
         )
         checks: list[Check] = []
         for command in agent.commands(place):
-            if scenario == "restart" and checks:
+            if kind == "restart" and checks:
                 await server.restart()
             checks.append(await _ran(command, place, folder, agent.limit_s))
-        if scenario in ("run", "header"):  # they have opened a session of their own
+        if kind in ("run", "header"):  # they have opened a session of their own
             opened = (await _json(client, "GET", f"{server.url}/sessions"))["data"]
             (session,) = [one["session_id"] for one in opened if one["session_id"] != session]
         one = f"{server.url}/sessions/{session}"
@@ -103,12 +104,12 @@ async def run(
     (folder / "session.json").write_text(json.dumps(state))
     (folder / "samples.json").write_text(json.dumps(samples))
     checks += [
-        _all_recorded(door, state, num_faults=2 if scenario == "faults" else 0),
+        _all_recorded(door, state, num_faults=_NUM_FAULTS.get(kind, 0)),
         _same_ids(model, state),
         _same_samples(model, samples),
         _verified(folder / "samples.json"),
         _no_errors(state),
-        _branched(scenario, state),
+        _branched(kind, state),
     ]
     for check in checks:
         print(f"{'ok  ' if check.is_ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
@@ -144,7 +145,7 @@ async def _json(client: aiohttp.ClientSession, method: str, url: str, body: Any 
         return json.loads(text)
 
 
-async def _ran(command: Command, place: Place, folder: Path, limit_s: int) -> Check:
+async def _ran(command: Command, place: Place, folder: Path, limit_s: float) -> Check:
     """The command in an environment of its own, where any other host than this one cannot be reached."""
     env = {
         "PATH": search_path(place.prefix),
@@ -174,17 +175,18 @@ async def _ran(command: Command, place: Place, folder: Path, limit_s: int) -> Ch
             os.close(end)
             threading.Thread(target=_type, args=(terminal, command, output)).start()
         try:
+            limit_s = command.killed_after_s or limit_s
             await asyncio.wait_for(process.communicate(None if command.typed else command.stdin.encode()), limit_s)
             code = f"{process.returncode}"
         except TimeoutError:
-            code = f"none within {limit_s} s"
+            code = "killed" if command.killed_after_s else f"none within {limit_s} s"
         finally:
             _end_group(process.pid)
     said = (folder / f"output.{number}").read_bytes()
     is_said = _plain(command.says.encode()) in _plain(said)
     name, text = command.writes or ("", "")
     is_written = not name or ((file := place.work / name).is_file() and file.read_text() == text)
-    is_ok = code == "0" and is_said and is_written
+    is_ok = code == ("killed" if command.killed_after_s else "0") and is_said and is_written
     detail = "" if is_said else f", and its output lacks {command.says!r}"
     detail += "" if is_written else f", and it did not do its work: {name}"
     return Check(f"exit code of command {number + 1}", is_ok, code + detail + ("" if is_ok else f": {said[-600:]!r}"))
@@ -219,10 +221,11 @@ def _end_group(pid: int) -> None:
 
 
 def _all_recorded(door: Door, state: Any, num_faults: int) -> Check:
-    """`num_faults`: how many requests the model's server has failed; an agent repeats those."""
+    """`num_faults`: how many requests failed, or were left by the agent."""
     statuses = collections.Counter(exchange["status"] for exchange in door.turns)
     num_turns, num_requests = len(state["metadata"]["tree"]), len(door.turns)
     bad = [f"{x['path']} {x['status']} {x.get('error', '')[:300]}" for x in door.turns if x["status"] != 200]
+    bad += [f"{x['path']} was left by the agent" for x in door.turns if x["status"] == 200 and "is_whole" not in x]
     is_ok = num_turns + num_faults == num_requests and num_turns > 0 and len(bad) == num_faults
     detail = f"{num_turns} turns, {num_requests} requests, statuses {dict(statuses)}"
     return Check("turns on record are the agent's requests", is_ok, "; ".join([detail, *bad[:5]]))
@@ -288,9 +291,9 @@ def _no_errors(state: Any) -> Check:
     return Check("no error text in a trajectory", not found, "; ".join(found[:3]))
 
 
-def _branched(scenario: str, state: Any) -> Check:
+def _branched(kind: str, state: Any) -> Check:
     """The scenario did happen: subagents are conversations of their own, and a compaction begins another one."""
-    wanted, found = _LEAST_LEAVES.get(scenario.rpartition(":")[2], 1), _num_leaves(state["metadata"]["tree"])
+    wanted, found = _LEAST_LEAVES.get(kind, 1), _num_leaves(state["metadata"]["tree"])
     return Check("the tree has the branches of the scenario", found >= wanted, f"{found}, expected {wanted} or more")
 
 
