@@ -60,9 +60,8 @@ class ScriptedModel(FakeSGLang):
 
     async def _chat(self, request: Json, reply: FakeReply) -> None:
         self._check_chat(request, reply)
-        prompt = self._check_prompt(
-            request.get("kv_transfer_params", {}).get("prompt_token_ids", request.get("input_ids"))
-        )
+        of_vllm = request.get("kv_transfer_params", {}).get("prompt_token_ids")
+        prompt = self._check_prompt(of_vllm or request.get("input_ids"))
         limit = request.get("max_completion_tokens") or request.get("max_tokens") or CONTEXT
         need(len(prompt) + (0 if limit == CONTEXT else limit) <= CONTEXT, "the context is too long")
         started = time.time()
