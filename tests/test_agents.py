@@ -6,6 +6,8 @@
 import asyncio
 import collections
 import itertools
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from tests.qwen3 import VOCABULARY, qwen3
 from tests.relaying import relaying
 from tests.talking import open_session
 
+_REPLY_ID = re.compile(r'"id": ?"((?:resp|msg)_\w+)"')
+_PREVIOUS = re.compile(r'("previous_(?:response|message)_id": ")[^"]+')
 RECORDINGS = sorted((Path(__file__).parent / "agents/recordings").glob("*.json.gz"))
 
 
@@ -33,11 +37,12 @@ async def test_a_recorded_run_is_on_record_token_by_token(path: Path) -> None:
         relaying(model.url, Chat(qwen3(), ChatConfig()), VOCABULARY) as relay,
     ):
         session = await open_session(relay.http, history="forest")
-        one = f"/sessions/{session}"
+        one, last = f"/sessions/{session}", ""
         for _, group in itertools.groupby(turns, lambda turn: turn["group"]):
-            replies = await asyncio.gather(*(_send(relay.http, one, turn) for turn in group))
+            replies = await asyncio.gather(*(_send(relay.http, one, turn, last) for turn in group))
             assert {reply.status_code for reply in replies} == {200}, [reply.text for reply in replies]
             assert all(_is_whole(reply) for reply in replies), [reply.text[-300:] for reply in replies]
+            last = (_REPLY_ID.findall(replies[-1].text) or [""])[0]
         state = (await relay.http.get(one, params={"branches": "all"})).json()
     tree = state["metadata"]["tree"]
     assert len(tree) == len(turns) == recording["requests"]
@@ -65,5 +70,7 @@ def _is_whole(reply: httpx.Response) -> bool:
     )
 
 
-async def _send(http: httpx.AsyncClient, session: str, turn: dict[str, Any]) -> httpx.Response:
-    return await http.post(session + turn["path"], json=turn["body"], headers=turn["headers"])
+async def _send(http: httpx.AsyncClient, session: str, turn: dict[str, Any], last: str) -> httpx.Response:
+    """`last`: the id of the reply before, which a turn that sends only what is new continues."""
+    body = _PREVIOUS.sub(rf"\g<1>{last}", json.dumps(turn["body"]))
+    return await http.post(session + turn["path"], content=body, headers=turn["headers"])

@@ -389,10 +389,14 @@ async def test_an_unknown_field_that_changes_no_reply_never_reaches_the_upstream
         session = await open_session(relay.http)
         noise = {name: value for name, value in STEERING.items() if not is_decisive(name)}
         assert noise.keys() >= {"priority", "cache_salt", "bootstrap_host", "rid", "colour"}
-        reply = await relay.http.post(chat_path(session), json=said("Hi", temperature=0.5, **noise))
+        body = said("Hi", temperature=0.5, **noise)
+        body["messages"][0]["cache_control"] = {}
+        reply = await relay.http.post(chat_path(session), json=body)
         assert reply.status_code == 200
-        assert set(reply.headers["holdfast-ignored-fields"].split(",")) == noise.keys()
+        named = {*noise, "messages[0].cache_control"}
+        assert set(reply.headers["holdfast-ignored-fields"].split(",")) == named
         (sent,) = chats_of(upstream)
+        assert sent["messages"] == said("Hi")["messages"]
         assert sent["temperature"] == 0.5
         assert not noise.keys() & sent.keys() - {"kv_transfer_params"}
         (turn,) = (await relay.http.get(f"/sessions/{session}")).json()["records"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.agents.agent import Agent, Command, Place
 from tests.agents.model import Script
-from tests.agents.npm_agents import prompts_for
+from tests.agents.npm_agents import prompts_for, with_run
 from tests.agents.scripts import FINAL
 from tests.agents.text_scripts import as_edits, as_python, until_submitted, with_helpers
 
@@ -30,7 +30,7 @@ def _env(place: Place) -> dict[str, str]:
         "OPENAI_API_KEY": place.key,
         "ANTHROPIC_BASE_URL": place.url,
         "ANTHROPIC_API_KEY": place.key,
-        "AGENT_MODEL": place.model,
+        "OPENAI_MODEL": place.model,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "LANGSMITH_TRACING": "false",
@@ -43,6 +43,8 @@ def _program(name: str) -> Callable[[Place], Sequence[Command]]:
     def commands(place: Place) -> Sequence[Command]:
         variant, inner = _split(place)
         program = ["python", str(PROGRAMS / f"{name}.py"), variant]
+        if inner.scenario == "run":
+            return with_run(inner, *program, HF_HUB_OFFLINE="1")
         in_work = name != "verifiers_agent"  # which has a directory of its own
         is_alone = not variant.endswith(("-team", "-handoff"))
         writes = STEPS if in_work and is_alone and inner.scenario == "steps" else None
@@ -71,7 +73,10 @@ def _mini(place: Place) -> Sequence[Command]:
     options = {"chat": [], "responses": ["--model-class", "litellm_response"], "text": ["-c", "mini_textbased.yaml"]}
     if variant == "text":
         options["text"] += ["--model-class", "litellm_textbased"]
-    base = ["mini", "--yolo", "--exit-immediately", "--cost-limit", "0", "--model", f"openai/{place.model}"]
+    base = ["mini", "--yolo", "--exit-immediately", "--cost-limit", "0"]
+    if inner.scenario == "run":
+        return with_run(inner, *base, *options[variant], "--task")
+    base += ["--model", f"openai/{place.model}"]
     writes = STEPS if inner.scenario == "steps" else None
     return [
         Command(argv=[*base, *options[variant], "--task", task], env=env, writes=writes) for task in prompts_for(inner)
@@ -82,6 +87,8 @@ def _aider(place: Place) -> Sequence[Command]:
     """Prompts come from the standard input, as a person would type them; `resume` is a second process."""
     variant, inner = _split(place)
     (place.work / NOTES).write_text("")
+    if inner.scenario == "run":
+        return with_run(inner, "aider", "--edit-format", variant, "--yes-always", "--no-git", NOTES, "--message")
     slow = f"Please think about it. [[slow {place.slow_s}]]"
     add = [f"Please add line {n} to {NOTES}. [[text {n}]]" for n in range(1, 13)]
     prompts = {
@@ -144,14 +151,14 @@ PYTHON_AGENTS = (
         "aider",
         ["aider-chat==0.86.2"],
         "chat",
-        _scenarios(["diff", "whole"], ["steps", "title", "compaction", "resume"], "diff:slow"),
+        _scenarios(["diff", "whole"], ["steps", "title", "compaction", "resume"], "diff:slow", "whole:run"),
         as_edits,
     ),
     _agent(
         "mini-swe-agent",
         ["mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0"],
         "chat, responses",
-        _scenarios(["chat", "responses", "text"], LOOP, "chat:slow"),
+        _scenarios(["chat", "responses", "text"], LOOP, "chat:slow", "chat:faults", "chat:run"),
         until_submitted,
     ),
     _agent(
@@ -161,7 +168,7 @@ PYTHON_AGENTS = (
         _scenarios(
             ["code", "code-stream", "tools", "tools-stream"],
             LOOP,
-            *("tools:slow", "code-plan:steps"),
+            *("tools-stream:slow", "tools:faults", "tools:run", "code-plan:steps"),
             *_scenarios(["code-team", "tools-team"], ["subagents"]),
         ),
         lambda messages, tools: (with_helpers if tools else as_python)(messages, tools),
@@ -173,7 +180,7 @@ PYTHON_AGENTS = (
         _scenarios(
             ["chat", "chat-stream", "responses", "responses-stream", "responses-previous", "responses-conversation"],
             LOOP,
-            "responses:slow",
+            *("responses-stream:slow", "responses:faults", "responses:run"),
             *_scenarios(["chat-team", "chat-stream-team", "responses-team", "responses-stream-team"], ["subagents"]),
             *_scenarios(["chat-handoff", "responses-stream-handoff", "responses-previous-handoff"], ["steps"]),
             *_scenarios(["chat-session", "responses-stream-session"], ["resume"]),
@@ -186,7 +193,7 @@ PYTHON_AGENTS = (
         _scenarios(
             ["chat", "chat-stream", "responses", "responses-stream", "responses-previous"],
             LOOP,
-            *("chat:slow", "chat-team:steps", "responses-team:steps"),
+            *("responses-stream:slow", "chat:faults", "chat:run", "chat-team:steps", "responses-team:steps"),
         ),
     ),
     _agent(
@@ -196,28 +203,30 @@ PYTHON_AGENTS = (
         _scenarios(
             ["chat", "chat-stream", "messages", "responses", "responses-stream"],
             LOOP,
-            "messages:slow",
+            *("messages:slow", "chat-stream:slow", "chat:faults", "chat:run"),
         ),
     ),
     _agent(
         "verifiers",
         ["verifiers==0.4.0", "uv==0.13.7", "anthropic==2.8.0"],
         "chat, messages, responses",
-        _scenarios(["bash", "chat", "responses", "previous", "loop"], LOOP, "bash:slow"),
+        _scenarios(["bash", "chat", "responses", "previous", "loop"], LOOP, "bash:slow", "chat:faults", "bash:run"),
         wheels=["openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
     ),
     _agent(
         "anthropic",
         ["anthropic==2.8.0"],
         "messages",
-        _scenarios(["loop", "runner", "runner-stream"], LOOP, "loop:slow"),
+        _scenarios(["loop", "runner", "runner-stream"], LOOP, "runner-stream:slow", "runner:faults", "loop:run"),
     ),
     _agent(
         "openai",
         ["openai==3.49.0"],
         "chat, responses",
         _scenarios(
-            ["chat", "chat-stream", "responses", "responses-stream", "previous", "conversation"], LOOP, "chat:slow"
+            ["chat", "chat-stream", "responses", "responses-stream", "previous", "conversation"],
+            LOOP,
+            *("chat-stream:slow", "chat:faults", "previous:faults", "chat:run"),
         ),
     ),
 )

@@ -70,19 +70,19 @@ async def run(
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("home", "work", "data"):
         (folder / name).mkdir(parents=True)
-    started = time.time()
+    kind, started = scenario.rpartition(":")[2], time.time()
     async with (
         ScriptedModel(agent.script, folder / "model.jsonl") as model,
-        HoldfastServer(["--upstream", model.url, *_OPTIONS.get(scenario, []), *options], folder) as server,
+        HoldfastServer(["--upstream", model.url, *_OPTIONS.get(kind, []), *options], folder) as server,
         Door(server, folder / "door.jsonl") as door,
         aiohttp.ClientSession() as client,
     ):
-        if scenario == "faults":
+        if kind == "faults":
             body = b'{"error": {"message": "overloaded"}}'
             model.faults.extend([Fault(), Fault(), Fault(status=503, body=body), Fault(), Fault(status=500, body=body)])
         session = (await _json(client, "POST", f"{server.url}/sessions", {"history": history}))["session_id"]
         place = Place(
-            url=door.url if scenario == "header" else f"{door.url}/sessions/{session}",
+            url=door.url if kind == "header" else f"{door.url}/sessions/{session}",
             server=door.url,
             prefix=agents_folder() / agent.name,
             home=folder / "home",
@@ -92,10 +92,10 @@ async def run(
         )
         checks: list[Check] = []
         for command in agent.commands(place):
-            if scenario == "restart" and checks:
+            if kind == "restart" and checks:
                 await server.restart()
             checks.append(await _ran(command, place, folder, agent.limit_s))
-        if scenario in ("run", "header"):  # they have opened a session of their own
+        if kind in ("run", "header"):  # they have opened a session of their own
             opened = (await _json(client, "GET", f"{server.url}/sessions"))["data"]
             (session,) = [one["session_id"] for one in opened if one["session_id"] != session]
         one = f"{server.url}/sessions/{session}"
@@ -104,12 +104,12 @@ async def run(
     (folder / "session.json").write_text(json.dumps(state))
     (folder / "samples.json").write_text(json.dumps(samples))
     checks += [
-        _all_recorded(door, state, num_faults=_NUM_FAULTS.get(scenario, 0)),
+        _all_recorded(door, state, num_faults=_NUM_FAULTS.get(kind, 0)),
         _same_ids(model, state),
         _same_samples(model, samples),
         _verified(folder / "samples.json"),
         _no_errors(state),
-        _branched(scenario, state),
+        _branched(kind, state),
     ]
     for check in checks:
         print(f"{'ok  ' if check.is_ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
@@ -292,9 +292,9 @@ def _no_errors(state: Any) -> Check:
     return Check("no error text in a trajectory", not found, "; ".join(found[:3]))
 
 
-def _branched(scenario: str, state: Any) -> Check:
+def _branched(kind: str, state: Any) -> Check:
     """The scenario did happen: subagents are conversations of their own, and a compaction begins another one."""
-    wanted, found = _LEAST_LEAVES.get(scenario.rpartition(":")[2], 1), _num_leaves(state["metadata"]["tree"])
+    wanted, found = _LEAST_LEAVES.get(kind, 1), _num_leaves(state["metadata"]["tree"])
     return Check("the tree has the branches of the scenario", found >= wanted, f"{found}, expected {wanted} or more")
 
 

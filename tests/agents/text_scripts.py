@@ -56,14 +56,15 @@ def until_submitted(messages: list[Json], tools: list[Json]) -> Reply:
 def as_edits(messages: list[Json], tools: list[Json]) -> Reply:
     """For aider: `[[text N]]` adds line N to notes.txt, in the edit format that the system prompt asks for."""
     plan, system = plan_of(messages), "\n".join(text_of(m) for m in messages if m["role"] == "system")
-    wait_s = plan.number if plan.kind == "slow" else 0
+    if plan.kind == "slow":
+        return Reply(content=FINAL, wait_s=plan.number)
     if "SEARCH/REPLACE" in system:
         before = f"line {plan.number - 1}\n" if plan.number > 1 else ""
         edit = f"<<<<<<< SEARCH\n{before}=======\n{before}line {plan.number}\n>>>>>>> REPLACE"
-        return Reply(content=f"{FINAL}\n\nnotes.txt\n```\n{edit}\n```", wait_s=wait_s)
+        return Reply(content=f"{FINAL}\n\nnotes.txt\n```\n{edit}\n```")
     if "file listing" in system:
         lines = "\n".join(f"line {n}" for n in range(1, plan.number + 1))
-        return Reply(content=f"{FINAL}\n\nnotes.txt\n```\n{lines}\n```", wait_s=wait_s)
+        return Reply(content=f"{FINAL}\n\nnotes.txt\n```\n{lines}\n```")
     if is_summary(messages) or "summarize" in system.lower():
         return Reply(content="I asked you to add lines to notes.txt, and you did.")
     return helper_reply(messages)

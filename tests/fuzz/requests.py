@@ -51,7 +51,7 @@ BODIES: list[tuple[str, Any]] = [
     (CHAT, NOISY),
     ("/v1/completions", COMPLETION),
     ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "stream": True}),
-    ("/sessions", {"group": "g", "label": "l", "metadata": {"a": "b"}, "pin_tokens": 4}),
+    ("/sessions", {"group": "g", "label": "l", "metadata": {"a": "b"}, "pin_tokens": 4, "history": "forest"}),
     ("/sessions/{}" + CHAT, RICH),
     ("/sessions/{}" + CHAT, BRIEF),
     ("/sessions/{}" + CHAT, NOISY),
@@ -141,6 +141,10 @@ CASES_A_SESSION = 60
 
 
 class BadRequests(Campaign):
+    """`only`: bodies for paths that contain this text, and nothing else; empty: everything."""
+
+    only = ""
+
     async def work(self, seed: int) -> None:
         http = Connection(self.server.addresses["http"])
         try:
@@ -187,7 +191,7 @@ class _Worker:
 
     async def use_session(self) -> None:
         """Some cases on one session, which must be as it was but for what was accepted, and then be closed."""
-        created = await self._http.ask("POST", "/sessions", b"{}")
+        created = await self._http.ask("POST", "/sessions", self._random.choice((b"{}", b'{"history": "forest"}')))
         if created.status != 200:
             self._campaign.note_wrong(f"a session was refused: {created.status} {created.body[:300]!r}")
             return
@@ -208,11 +212,11 @@ class _Worker:
         await self._http.ask("DELETE", f"/sessions/{self._session}")
 
     async def _case(self) -> str:
-        chance = self._random.random()
-        if chance < 0.003:
+        chance, only = self._random.random(), self._campaign.only
+        if chance < 0.003 and only in CHAT:
             return await self._post(CHAT, GRAMMAR)
-        if chance < 0.75:
-            return await self._post(*self._random.choice(BODIES))
+        if chance < 0.75 or only:
+            return await self._post(*self._random.choice([body for body in BODIES if only in body[0]]))
         if chance < 0.85:
             return await self._anything()
         if chance < 0.90:

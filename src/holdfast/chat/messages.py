@@ -30,8 +30,10 @@ class IgnoredFields:
 
     def __init__(self) -> None:
         self.paths: list[str] = []
+        self.num = 0  # also of those beyond the first ones
 
     def add(self, path: str) -> None:
+        self.num += 1
         if len(self.paths) < MAX_IGNORED:
             self.paths.append(path[:_MAX_PATH])
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-MODEL = os.environ["AGENT_MODEL"]
+MODEL = os.environ["OPENAI_MODEL"]
 VARIANT, TASK = sys.argv[1], sys.argv[2]
 INSTRUCTIONS = "You work in the current directory. Use the tools, one step after the other, until the task is done."
 MAX_STEPS = 40

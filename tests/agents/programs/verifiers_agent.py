@@ -28,7 +28,7 @@ class LoopHarness(vf.Harness[vf.HarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         name = "anthropic_agent.py" if VARIANT == "loop" else "openai_agent.py"
-        env = {"OPENAI_BASE_URL": endpoint, "OPENAI_API_KEY": secret, "AGENT_MODEL": ctx.model}
+        env = {"OPENAI_BASE_URL": endpoint, "OPENAI_API_KEY": secret, "OPENAI_MODEL": ctx.model}
         env |= {"ANTHROPIC_BASE_URL": endpoint.removesuffix("/v1"), "ANTHROPIC_API_KEY": secret}
         return await runtime.run_program([sys.executable, str(Path(__file__).parent / name), VARIANT, data.prompt], env)
 

@@ -112,7 +112,10 @@ def convert_chat(
         if isinstance(body, RelayedChat) and ignored and body.tools and not _fits(body.tools, list[Tool]):
             fields = fields | {"tools": _known(body.tools, list[Tool], "tools", ignored)}
         if isinstance(body, ChatCompletion | RelayedChat):
+            num = ignored.num if ignored else 0
             body.messages = read_messages(body.messages, ignored=ignored)
+            if ignored and ignored.num > num:  # neither an upstream nor the record gets what was left out
+                fields = fields | {"messages": body.messages}
     except msgspec.ValidationError as exc:
         if num_bytes >= _SMALL:
             raise InvalidArgument(f"the request body is not valid: {exc}") from exc
