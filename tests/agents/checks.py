@@ -13,7 +13,7 @@ from tests.agents.door import Door
 from tests.agents.model import ScriptedModel, logprob_of
 from tests.agents.server import HOLDFAST, own_env
 
-_LEAST_LEAVES = {"subagents": 3, "crowd": 7, "compaction": 2}
+_LEAST_LEAVES = {"subagents": 3, "forks": 3, "crowd": 7, "compaction": 2}
 
 
 @dataclass(frozen=True, slots=True)
