@@ -15,6 +15,7 @@ from tests.agents.server import HoldfastServer
 
 MODEL_PATHS = ("/chat/completions", "/messages", "/responses")
 _FAILED = re.compile(rb'^(data: \{"error"|event: (error|response\.failed))', re.MULTILINE)  # in a stream
+_LAST = re.compile(rb"^(data: \[DONE\]|event: (message_stop|response\.completed))", re.MULTILINE)
 _HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "content-encoding"}
 _PLAIN = {"accept", "content-type", "user-agent", "idempotency-key", "session-id", "thread-id", "originator"}
 
@@ -82,6 +83,7 @@ class Door:
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     exchange.setdefault("first_byte_s", round(time.time() - exchange["started"], 2))
+                    exchange |= {"is_whole": True} if _LAST.search(chunk) else {}
                     if failed := _FAILED.search(chunk):
                         exchange |= {"status": 500, "error": chunk[failed.start() :].decode(errors="replace")}
                     await response.write(chunk)

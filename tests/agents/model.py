@@ -46,7 +46,10 @@ Script = Callable[[list[Json], list[Json]], Reply]
 
 
 class ScriptedModel(FakeSGLang):
-    """`exchanges` has what was sent to the server: input_ids, output_ids, messages, the tools' names, seconds."""
+    """Speaks SGLang's API, and vLLM's where a request has vLLM's fields.
+
+    `exchanges` has what was sent to the server: input_ids, output_ids, messages, the tools' names, seconds.
+    """
 
     def __init__(self, script: Script, log: Path | None = None) -> None:
         super().__init__(FakeModel(name="scripted", vocab_size=VOCABULARY, eos_token_id=151_645, context=CONTEXT))
@@ -57,7 +60,8 @@ class ScriptedModel(FakeSGLang):
 
     async def _chat(self, request: Json, reply: FakeReply) -> None:
         self._check_chat(request, reply)
-        prompt = self._check_prompt(request.get("input_ids"))
+        of_vllm = request.get("kv_transfer_params", {}).get("prompt_token_ids")
+        prompt = self._check_prompt(of_vllm or request.get("input_ids"))
         limit = request.get("max_completion_tokens") or request.get("max_tokens") or CONTEXT
         need(len(prompt) + (0 if limit == CONTEXT else limit) <= CONTEXT, "the context is too long")
         started = time.time()
@@ -72,7 +76,8 @@ class ScriptedModel(FakeSGLang):
         if reply.request.headers.get("x-smg-routing-key") != "holdfast-probe" and reply.fault == Fault():
             self._note(request, prompt, ids, started)
         finish = {"type": "length", "length": limit} if is_cut else ended_by
-        await reply.send(self._completion(request["messages"], prompt, ids, said, finish))
+        completion = self._completion(request["messages"], prompt, ids, said, finish)
+        await reply.send(_as_vllm(completion, prompt) if of_vllm else completion)
 
     def _written(self, said: Reply, stop: Any) -> tuple[Reply, list[int], Json]:
         """The reply without what begins with a stop string, its tokens with that string, and what has ended it."""
@@ -109,6 +114,16 @@ class ScriptedModel(FakeSGLang):
         }
         about = {"id": f"chat-{len(self.exchanges)}", "object": "chat.completion", "created": 1, "model": "scripted"}
         return about | {"choices": [choice], "usage": counts | {"total_tokens": len(prompt) + len(ids)}}
+
+
+def _as_vllm(completion: Json, prompt: list[int]) -> Json:
+    """The same completion in vLLM's format."""
+    (choice,) = completion["choices"]
+    entries = choice.pop("meta_info")["output_token_logprobs"]
+    choice["message"]["reasoning"] = choice["message"].pop("reasoning_content")
+    choice["token_ids"] = [token for _, token, _ in entries]
+    choice["logprobs"] = {"content": [{"token": f"token_id:{token}", "logprob": value} for value, token, _ in entries]}
+    return completion | {"prompt_token_ids": prompt}
 
 
 def text_of(message: Mapping[str, Any]) -> str:

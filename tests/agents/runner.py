@@ -240,8 +240,9 @@ def _same_ids(model: ScriptedModel, state: Any) -> Check:
     sampled = {turn["turn"]: turn["sampled_tokens"] for turn in state["metadata"]["tree"]}
     recorded: collections.Counter[Any] = collections.Counter()
     for record in state["records"]:
-        entries = record["response"]["choices"][0]["meta_info"]["output_token_logprobs"]
-        ids = tuple(entry[1] for entry in entries)[: sampled[record["turn"]]]
+        choice = record["response"]["choices"][0]
+        ids = choice.get("token_ids") or [entry[1] for entry in choice["meta_info"]["output_token_logprobs"]]
+        ids = tuple(ids)[: sampled[record["turn"]]]
         recorded[tuple(record["request"]["input_ids"]), ids] += 1
     return _compared("ids of the turns are those of the model's log", recorded, _logged(model))
 

@@ -26,7 +26,7 @@ class HoldfastServer:
 
     def __init__(self, options: Sequence[str], folder: Path) -> None:
         addresses = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--data-dir", str(folder / "data")]
-        self._argv = ["serve", str(model_folder(folder / "qwen3")), "--backend", "sglang", *addresses, *options]
+        self._argv = ["serve", str(model_folder(folder / "qwen3")), "--backend=sglang", *addresses, *options]
         self._log = folder / "server.log"
         self.url = ""
 

@@ -46,7 +46,8 @@ _EXAMPLES = """examples:
 
 The command finds OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and their like in its environment;
 Claude Code, Codex, opencode, qwen-code, aider and mini-swe-agent need nothing else. First prompts of such agents have
-7,000 to 21,000 tokens: on the embedded engine pass --recent 32768. The exit code is the command's own."""
+7,000 to 21,000 tokens, more than the bundled model can read: pass --model with one whose context is 32,768 tokens or
+more and --recent 32000, or put an upstream behind it. The exit code is the command's own."""
 
 
 def register(commands: Any) -> None:

@@ -63,9 +63,10 @@ def engine_info(
     if dtype not in _CACHE_DTYPES:
         raise InvalidArgument(f"dtype {dtype!r} is not supported; choose one of {', '.join(_CACHE_DTYPES)}")
     if shape.max_pin + shape.recent > arch.context:
+        most = arch.context - shape.max_pin
         raise InvalidArgument(
             f"max_pin {shape.max_pin} and recent {shape.recent} add up to more than the model's "
-            f"context of {arch.context}; lower recent to {arch.context - shape.max_pin} or less"
+            f"context of {arch.context}; lower {f'recent to {most} or less' if most > 0 else 'max_pin'}"
         )
     facts = [digest, dtype, arch.family, arch.norm_epsilon, arch.inverse_frequencies]
     return EngineInfo(
