@@ -181,9 +181,10 @@ PYTHON_AGENTS = (
             ["chat", "chat-stream", "responses", "responses-stream", "responses-previous", "responses-conversation"],
             LOOP,
             *("responses-stream:slow", "responses:faults", "responses:run"),
+            *("chat-settings:steps", "responses-settings:steps"),
             *_scenarios(["chat-team", "chat-stream-team", "responses-team", "responses-stream-team"], ["subagents"]),
             *_scenarios(["chat-handoff", "responses-stream-handoff", "responses-previous-handoff"], ["steps"]),
-            *_scenarios(["chat-session", "responses-stream-session"], ["resume"]),
+            *_scenarios(["chat-session", "responses-stream-session"], ["resume", "restart"]),
         ),
     ),
     _agent(
@@ -210,7 +211,14 @@ PYTHON_AGENTS = (
         "verifiers",
         ["verifiers==0.4.0", "uv==0.13.7", "anthropic==2.8.0"],
         "chat, messages, responses",
-        _scenarios(["bash", "chat", "responses", "previous", "loop"], LOOP, "bash:slow", "chat:faults", "bash:run"),
+        _scenarios(
+            ["bash", "chat", "responses", "previous", "loop"],
+            LOOP,
+            "bash:slow",
+            "chat:faults",
+            "bash:run",
+            "bash:header",
+        ),
         wheels=["openai", "mcp==2.0.0", "httpx", "httpx2", "tenacity", "certifi"],
     ),
     _agent(

@@ -1,11 +1,11 @@
-"""The OpenAI Agents SDK. Variants: an API (`chat`, `responses`), then any of `stream` (streamed), `previous`
-(previous_response_id), `conversation` (a stored conversation), `session` (history in a
-file, which a second run continues), `handoff` (to a second agent), `team` (agents as tools),
-joined by `-`."""
+"""The OpenAI Agents SDK. Variants: an API (`chat`, `responses`), then any of these, joined by `-`: `stream` (streamed),
+`previous` (previous_response_id), `conversation` (a stored conversation), `session` (history in a file, which a second
+run continues), `handoff` (to a second agent), `team` (agents as tools), `settings` (all that can be set)."""
 
 import asyncio
 
 from openai import AsyncOpenAI
+from openai.types.shared import Reasoning
 from toolbox import INSTRUCTIONS, MAX_STEPS, MODEL, TASK, VARIANT, bash
 
 from agents import (
@@ -22,6 +22,22 @@ api, *extras = VARIANT.split("-")
 set_default_openai_api("responses" if api == "responses" else "chat_completions")
 set_tracing_disabled(True)
 settings = ModelSettings(include_usage=True)
+if "settings" in extras:
+    settings = ModelSettings(
+        include_usage=True,
+        temperature=0.5,
+        top_p=0.9,
+        max_tokens=1_000_000,
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        truncation="auto",
+        reasoning=Reasoning(effort="low", summary="auto"),
+        verbosity="low",
+        metadata={"run": "one"},
+        store=True,
+        prompt_cache_retention="24h",
+        response_include=["reasoning.encrypted_content"],
+    )
 shell = function_tool(bash)
 
 
