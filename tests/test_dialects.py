@@ -17,6 +17,7 @@ import pytest
 from holdfast.chat.matching import normal
 from holdfast.chat.messages import read_messages
 from holdfast.chat.reply import ReplyEnd, ReplyPiece, TokenUsage
+from holdfast.errors import InvalidArgument
 from holdfast.serving.http.dialects import CHAT, MESSAGES, RESPONSES
 from holdfast.serving.http.dialects.base import Dialect
 from holdfast.serving.http.dialects.messages import parse_input
@@ -293,6 +294,19 @@ def test_a_rich_response_becomes_what_the_table_says() -> None:
     assert messages[1]["reasoning_content"] == "hm"
     assert translated.instructions == {"role": "system", "content": "Be brief."}
     assert translated.ignored == ("client_metadata", "input[7]", "tools[1]", "tools[3].tools[1]", "tools[2].format")
+
+
+def test_items_that_add_tools_are_no_messages() -> None:
+    more = [{"type": "namespace", "name": "files", "tools": [{"type": "custom", "name": "patch"}, {"type": "x"}]}]
+    items = [{"type": "additional_tools", "tools": [*TOOLS["responses"], *more]}, {"role": "user", "content": "Hi"}]
+    alone = RESPONSES.translate({"input": items})
+    assert [tool["function"]["name"] for tool in alone.fields["tools"]] == ["look", "files.patch"]
+    assert alone.fields["messages"] == [{"role": "user", "content": "Hi"}]
+    assert alone.ignored == ("input[0].tools[1].tools[1]",)
+    both = RESPONSES.translate({"input": items, "tools": TOOLS["responses"]})
+    assert both.fields["tools"] == alone.fields["tools"]
+    with pytest.raises(InvalidArgument, match=r"input\[0\].tools"):
+        RESPONSES.translate({"input": [{"type": "additional_tools", "tools": {}}]})
 
 
 def saying(kind: str) -> Json:

@@ -29,6 +29,7 @@ def prompts_for(place: Place) -> list[str]:
         "resume": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
         "restart": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
         "kill": ["Please think about it. [[slow 600]]", "And now do three steps. [[steps 3]]"],
+        "default": ["Please do three steps. [[steps 3]]"],
         "header": ["Please do three steps. [[steps 3]]"],
         "run": ["Please do three steps. [[steps 3]]"],
         "faults": ["Please do six steps. [[steps 6]]"],
@@ -89,8 +90,9 @@ def _codex(place: Place) -> Sequence[Command]:
     folder = place.home / ".codex"
     folder.mkdir(exist_ok=True)
     limits = "model_auto_compact_token_limit = 40000\n" if place.scenario == "compaction" else ""
+    model = "" if place.scenario == "default" else f'model = "{place.model}"\n'
     (folder / "config.toml").write_text(
-        f'model = "{place.model}"\nmodel_provider = "holdfast"\nmodel_context_window = 200000\n{limits}'
+        f'{model}model_provider = "holdfast"\nmodel_context_window = 200000\n{limits}'
         f'[model_providers.holdfast]\nname = "Holdfast"\nbase_url = "{place.v1}"\nenv_key = "OPENAI_API_KEY"\n'
         'wire_api = "responses"\n[analytics]\nenabled = false\n'
     )
@@ -169,7 +171,7 @@ NPM_AGENTS = (
         kind="npm",
         packages=["@openai/codex@0.166.0"],
         dialect="responses",
-        scenarios=[name for name in SCENARIOS if name != "title"],
+        scenarios=[*(name for name in SCENARIOS if name != "title"), "default"],  # the model that it takes by itself
         commands=lambda place: _with_kill(place, _codex(place)),
     ),
     Agent(

@@ -1,5 +1,6 @@
 """What the scripted model says. The user's prompt has the plan, such as `[[steps 12]]`, so a script needs no state."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ Json = dict[str, Any]
 FINAL = "ALL STEPS ARE DONE"
 _PLAN = re.compile(r"\[\[(steps|parallel|subagents|forks|slow|big|text)(?: (\d+))?\]\]")
 _SUMMARY_BEGIN = "The user asked for steps, and some of them are done."
-_SHELL = re.compile(r"^(bash|shell|exec_command|shell_command|run_shell_command|local_shell)$", re.IGNORECASE)
+_SHELL = re.compile(
+    r"^(functions\.exec|bash|shell|exec_command|shell_command|run_shell_command|local_shell)$", re.IGNORECASE
+)
 _SUBAGENT = re.compile(r"^(task|agent|(\w+__|\w+\.)?spawn_agent)$", re.IGNORECASE)
 _WAIT = re.compile(r"^(\w+__|\w+\.)?wait(_agent)?$", re.IGNORECASE)
 _SUMMARY = re.compile(
@@ -130,7 +133,10 @@ def find_tool(tools: Sequence[Json], name: re.Pattern[str]) -> Json | None:
 def _shell(tool: Json, command: str) -> Call:
     takes_list = tool["parameters"]["properties"].get("command", {}).get("type") == "array"
     spelled = ["bash", "-lc", command] if takes_list else command
-    return arguments_for(tool, command=spelled, cmd=command, description="Do a step", is_background=False)
+    program = f"const done = await tools.exec_command({json.dumps({'cmd': command})}); text(done.output);"
+    return arguments_for(
+        tool, command=spelled, cmd=command, input=program, description="Do a step", is_background=False
+    )
 
 
 def arguments_for(tool: Json, **wanted: Any) -> Call:
