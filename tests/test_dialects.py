@@ -296,6 +296,17 @@ def test_a_rich_response_becomes_what_the_table_says() -> None:
     assert translated.ignored == ("client_metadata", "input[7]", "tools[1]", "tools[3].tools[1]", "tools[2].format")
 
 
+def test_a_reference_to_a_tool_is_its_name() -> None:
+    found = [{"type": "tool_reference", "tool_name": "Fetch"}, {"type": "tool_reference", "tool_name": "Edit"}]
+    content = [{"type": "tool_result", "tool_use_id": "c", "content": found}]
+    translated = MESSAGES.translate({"max_tokens": 5, "messages": [{"role": "user", "content": content}]})
+    assert translated.fields["messages"] == [{"role": "tool", "tool_call_id": "c", "content": "Fetch\nEdit"}]
+    assert translated.ignored == ()
+    found[0]["tool_name"] = 7  # type: ignore[assignment]
+    with pytest.raises(InvalidArgument, match=r"content\[0\].content\[0\].tool_name"):
+        MESSAGES.translate({"max_tokens": 5, "messages": [{"role": "user", "content": content}]})
+
+
 def test_items_that_add_tools_are_no_messages() -> None:
     more = [{"type": "namespace", "name": "files", "tools": [{"type": "custom", "name": "patch"}, {"type": "x"}]}]
     items = [{"type": "additional_tools", "tools": [*TOOLS["responses"], *more]}, {"role": "user", "content": "Hi"}]

@@ -25,6 +25,7 @@ def prompts_for(place: Place) -> list[str]:
         "subagents": ["Please let two agents do it. [[subagents 2]]"],
         "compaction": ["Please read a lot. [[big 8]]"],
         "forks": ["Please let two forks do it. [[forks 2]]"],
+        "search": ["Please find other tools. [[search]]"],
         "crowd": ["Please let six agents do it. [[subagents 6]]"],
         "resume": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
         "restart": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
@@ -60,6 +61,8 @@ def _claude_code(place: Place) -> Sequence[Command]:
     }
     if place.scenario != "title":
         env["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
+    if place.scenario == "default":
+        del env["ANTHROPIC_MODEL"], env["ANTHROPIC_DEFAULT_HAIKU_MODEL"]
     if place.scenario == "compaction":
         env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = "60000"
     base = ["claude", "--dangerously-skip-permissions", "-p"]
@@ -163,7 +166,7 @@ NPM_AGENTS = (
         kind="npm",
         packages=["@anthropic-ai/claude-code@2.1.325"],
         dialect="messages",
-        scenarios=[*SCENARIOS, "forks"],
+        scenarios=[*SCENARIOS, "forks", "search", "default"],  # the model that it takes by itself
         commands=lambda place: _with_kill(place, _claude_code(place)),
     ),
     Agent(
@@ -171,7 +174,7 @@ NPM_AGENTS = (
         kind="npm",
         packages=["@openai/codex@0.166.0"],
         dialect="responses",
-        scenarios=[*(name for name in SCENARIOS if name != "title"), "default"],  # the model that it takes by itself
+        scenarios=[*(name for name in SCENARIOS if name != "title"), "default"],
         commands=lambda place: _with_kill(place, _codex(place)),
     ),
     Agent(

@@ -11,12 +11,13 @@ from tests.agents.model import Call, Reply, text_of
 Json = dict[str, Any]
 
 FINAL = "ALL STEPS ARE DONE"
-_PLAN = re.compile(r"\[\[(steps|parallel|subagents|forks|slow|big|text)(?: (\d+))?\]\]")
+_PLAN = re.compile(r"\[\[(steps|parallel|subagents|forks|search|slow|big|text)(?: (\d+))?\]\]")
 _SUMMARY_BEGIN = "The user asked for steps, and some of them are done."
 _SHELL = re.compile(
     r"^(functions\.exec|bash|shell|exec_command|shell_command|run_shell_command|local_shell)$", re.IGNORECASE
 )
 _SUBAGENT = re.compile(r"^(task|agent|(\w+__|\w+\.)?spawn_agent)$", re.IGNORECASE)
+_SEARCH = re.compile(r"^ToolSearch$")
 _WAIT = re.compile(r"^(\w+__|\w+\.)?wait(_agent)?$", re.IGNORECASE)
 _SUMMARY = re.compile(
     r"(create|provide|generate|write|produce)\b[^.]{0,120}\bsummary|checkpoint compaction|state_snapshot|"
@@ -54,6 +55,8 @@ def by_plan(messages: list[Json], tools: list[Json]) -> Reply:
         return Reply(content=f"<{tag}>{_SUMMARY_BEGIN} What is left: {rest}</{tag}>")
     if not tools:
         return helper_reply(messages)
+    if plan.kind == "search" and plan.num_done == 0 and (tool := find_tool(tools, _SEARCH)):
+        return Reply(calls=[arguments_for(tool, query="select:WebFetch,NotebookEdit")])
     return _subagents(plan, messages, tools) if plan.kind in ("subagents", "forks") else _step(plan, tools)
 
 

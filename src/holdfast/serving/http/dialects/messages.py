@@ -5,6 +5,7 @@
 | `system`, a string or text blocks | a system message, blocks one below the other |
 | text blocks of a user message | one message, blocks one below the other |
 | `tool_result` blocks | a tool message each, before the text of the same message |
+| `tool_reference` blocks | the name of the tool as text; the tool itself is among `tools`, deferred or not |
 | `thinking`, `tool_use` blocks | reasoning and tool calls of the assistant message; `redacted_thinking` is left out |
 | tools with an `input_schema` | functions |
 | tools that Anthropic's servers would run | left out and named in `holdfast-ignored-fields` |
@@ -47,6 +48,7 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config", "thread"}
 _INNER = {
     *("role", "content", "type", "text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id"),
+    "tool_name",
     *("description", "input_schema"),
 }  # fields that messages, blocks and tools may have
 _RAW = "_raw_arguments"  # holds the arguments of a call that spell no JSON object
@@ -203,6 +205,8 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
+    if block["type"] == "tool_reference":  # a tool that the client has found, and now offers with the others
+        return as_text(block.get("tool_name"), f"{where}.tool_name")
     if block["type"] != "text":
         raise invalid(f"{where}.type", f"{block['type']!r} is not supported; only text can be read here")
     if not isinstance(block.get("text"), str):
