@@ -545,6 +545,24 @@ async def test_a_thread_continues_with_the_system_and_the_tools_on_record() -> N
         assert " ".join(message["role"] for message in record["messages"]) == "system user assistant user assistant"
 
 
+def test_tools_that_come_as_an_item_are_tools_of_the_request() -> None:
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    item = {"type": "additional_tools", "role": "developer", "tools": [look, {"type": "custom", "name": "exec"}]}
+    spaced = {"type": "additional_tools", "tools": [{"type": "namespace", "name": "team", "tools": [look]}]}
+    asked = {"role": "user", "content": "Hi"}
+    translated = RESPONSES.translate({"input": [item, asked, spaced, item], "tools": [look | {"description": "first"}]})
+    names = [tool["function"]["name"] for tool in translated.fields["tools"]]
+    assert names == ["look", "exec", "team.look"]
+    assert translated.fields["tools"][0]["function"]["description"] == "first"
+    assert (translated.fields["messages"], translated.ignored) == ([asked], ())
+
+
+async def test_a_request_for_a_summary_is_refused_by_name() -> None:
+    async with talking() as (client, _):
+        body = {"messages": [USER], "max_tokens": 4, "compaction": {"type": "summarize"}}
+        assert "compaction" in refused(await client.post("/v1/messages", json=body))
+
+
 async def test_instructions_are_not_inherited() -> None:
     async with talking() as (client, _):
         first = (

@@ -12,6 +12,7 @@ Items of one assistant turn (reasoning, message, calls) are one assistant messag
 | items of built-in tools | left out and named in `holdfast-ignored-fields` |
 | images, files, `item_reference`, other items | refused by their path |
 | tools of type `function` and `custom`, those inside a `namespace` too | functions, `namespace.name` inside one |
+| `additional_tools` items | tools of the request, after `tools`; of two with one name the first counts |
 | built-in tools (`web_search`, `file_search`, ...) | left out and named in `holdfast-ignored-fields` |
 | `tool_choice` | none, auto, required, or one function or custom tool; a built-in tool is refused |
 | `parallel_tool_calls`, `temperature`, `top_p`, `metadata`, `truncation` | the same fields of chat completions |
@@ -109,8 +110,14 @@ class ResponsesDialect:
         if (most := body.get("max_output_tokens")) is not None:
             chat["max_completion_tokens"] = most
         left_out: list[str] = []
-        chat["messages"] = read_items(body.get("input"), "input", left_out)
-        names, functions = _tools(as_list(body.get("tools"), "tools"), "tools", left_out)
+        more_tools: list[tuple[str, Any]] = [("tools", body.get("tools"))]
+        chat["messages"] = read_items(body.get("input"), "input", left_out, more_tools)
+        names: dict[str, ToolName] = {}
+        functions: list[Json] = []
+        for path, raw in more_tools:
+            found, added = _tools(as_list(raw, path), path, left_out)
+            functions += [tool for tool in added if path == "tools" or tool["function"]["name"] not in names]
+            names = found | names
         if functions:
             chat["tools"] = functions
             if (choice := body.get("tool_choice")) is not None:
@@ -162,8 +169,11 @@ class _Turn:
         return message | ({"tool_calls": self.calls} if self.calls else {})
 
 
-def read_items(raw: Any, where: str, left_out: list[str]) -> list[Json]:
-    """The messages that these items are; what was left out is added to `left_out`."""
+def read_items(
+    raw: Any, where: str, left_out: list[str], more_tools: list[tuple[str, Any]] | None = None
+) -> list[Json]:
+    """The messages that these items are. What was left out is added to `left_out`, and tools that come as an item to
+    `more_tools`, where there may be such items."""
     items = [{"role": "user", "content": raw}] if isinstance(raw, str) else as_list(raw, where)
     messages: list[Json] = []
     turn: _Turn | None = None
@@ -191,6 +201,8 @@ def read_items(raw: Any, where: str, left_out: list[str]) -> list[Json]:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind in _BUILT_IN:
             left_out.append(path)
+        elif kind == "additional_tools" and more_tools is not None:
+            more_tools.append((f"{path}.tools", item.get("tools")))
         else:
             raise invalid(f"{path}.type", f"{kind!r} is not supported here")
     return [*messages, turn.message()] if turn is not None else messages
