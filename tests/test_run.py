@@ -80,9 +80,9 @@ def test_the_exit_code_is_the_commands_and_its_conversations_are_shown(
 
 
 def test_without_a_server_one_is_started_and_ends_with_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--sessions", "2", "--recent", "256", *python(HTTP_AGENT)]) == 0
+    assert main(["run", *python(HTTP_AGENT + 'print(os.environ["CLAUDE_CODE_AUTO_COMPACT_WINDOW"])')]) == 0
     shown = capfd.readouterr()
-    assert shown.out == "length\n"
+    assert shown.out == "length\n7684\n"  # the whole context of the bundled model, less what may be pinned
     assert "1 conversation, 1 turn" in shown.err
     assert "pass --samples FILE" in shown.err
 
@@ -152,7 +152,7 @@ def test_a_command_that_a_signal_ended_has_the_exit_code_of_a_shell(server: Serv
         (["--server", "x", "--recent", "9", "--", "true"], 2, "--recent is for a server that is started"),
         (["--samples", "a.txt", "--", "true"], 2, "the name must end in .json"),
         (["--samples", "nowhere/a.json", "--", "true"], 2, "there is no directory nowhere"),
-        (["--model", "no-such-model", "--", "true"], 1, "no-such-model"),
+        (["--model", "no-such-model", "--", "true"], 2, "no-such-model"),
     ],
     ids=str,
 )

@@ -26,8 +26,17 @@ from rich.console import Console
 
 from holdfast.bench.processes import ServerProcess
 from holdfast.cli.client import HttpServer, ServerError, add_tls_flags, own_command
-from holdfast.config import DEFAULT_MODEL, GROUPS, ServeConfig, add_flags, flag_of, from_arguments
+from holdfast.config import (
+    DEFAULT_MODEL,
+    GROUPS,
+    EngineConfig,
+    ServeConfig,
+    add_flags,
+    flag_of,
+    from_arguments,
+)
 from holdfast.errors import ConfigError
+from holdfast.models import open_model
 
 _BASIC = ("data_dir", "backend", "device", "dtype", "sessions", "recent", "upstream")  # what the help shows
 _OURS = ("grpc", "http", "keys_file", "tls_cert", "tls_key", "insecure", "cors_origin", "allowed_hosts")
@@ -37,6 +46,9 @@ _MAX_LINES = 200  # of a tree
 _MAX_INDENT = 10
 _MAX_TEXT = 60
 _OUTPUT_TOKENS = 8192
+_MAX_WINDOW = 32_768  # of a server that is started, and how many slabs it has
+_SESSIONS = 4
+_FIRST_PROMPTS = {"claude": 11_000, "codex": 8_300, "opencode": 7_200, "qwen": 16_900}  # tokens
 _NOT_FOUND, _NOT_EXECUTABLE, _SIGNALLED = 127, 126, 128  # exit codes, as shells have them
 _EXAMPLES = """examples:
   holdfast run -- claude -p "Fix the failing test"
@@ -47,7 +59,7 @@ _EXAMPLES = """examples:
 The command finds OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and their like in its environment;
 Claude Code, Codex, opencode, qwen-code, aider and mini-swe-agent need nothing else. First prompts of such agents have
 7,000 to 21,000 tokens, more than the bundled model can read: pass --model with one whose context is 32,768 tokens or
-more and --recent 32000, or put an upstream behind it. The exit code is the command's own."""
+more, or put an upstream behind it. The exit code is the command's own."""
 
 
 def register(commands: Any) -> None:
@@ -110,6 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.data_dir = tempfile.mkdtemp(prefix="holdfast-data-")
         server = HttpServer(address, arguments) if address else _started(arguments, directory, console, stack)
         session_id, model, context = asyncio.run(_opened(server, arguments.label))
+        if (needed := _FIRST_PROMPTS.get(Path(command[0]).name, 0)) > context:
+            console.print(
+                f"holdfast: the first prompt of {command[0]} has about {needed:,} tokens, and the window here has "
+                f"{context:,}: the request will be refused; use a model with a larger context, or --upstream"
+            )
         url = f"{server.url}/sessions/{session_id}"
         place = Place(url=url, key=server.key or "holdfast", model=model, context=context, directory=directory)
         status = _run(command, agent_environment(os.environ, place, command[0], arguments.tls_ca))
@@ -135,7 +152,8 @@ def _started(
     keys.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     keys.touch(mode=0o600)
     keys.write_text(f"run:{key}\n")
-    started = ServerProcess(*_serve_flags(arguments), f"--keys-file={keys}", "--tls-cert=", "--tls-key=")
+    flags = [*_serve_flags(arguments), *_whole_context(arguments)]
+    started = ServerProcess(*flags, f"--keys-file={keys}", "--tls-cert=", "--tls-key=")
     stack.callback(started.stop)
     with console.status(f"starting a server with {arguments.model or DEFAULT_MODEL}"):
         http = started.wait_until_served()[0].http
@@ -150,6 +168,18 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
             no = "--no-" if value is False else "--"
             flags.append(flag_of(name).replace("--", no, 1) if isinstance(value, bool) else f"{flag_of(name)}={value}")
     return flags
+
+
+def _whole_context(arguments: argparse.Namespace) -> list[str]:
+    """A window as large as the model allows, unless one was given: first prompts of agents are long, and the
+    conversations of one run are few."""
+    engine, usual = from_arguments(EngineConfig, arguments), EngineConfig()
+    if from_arguments(ServeConfig, arguments).backend != "embedded" or engine.recent != usual.recent:
+        return []
+    context = open_model(arguments.model or DEFAULT_MODEL).architecture.context
+    recent = min(context, _MAX_WINDOW) - engine.max_pin
+    sessions = [f"--sessions={_SESSIONS}"] if engine.sessions == usual.sessions else []
+    return [f"--recent={recent}", *sessions] if recent > engine.recent else []
 
 
 async def _opened(server: HttpServer, label: str) -> tuple[str, str, int]:
