@@ -103,7 +103,7 @@ class ScriptedModel(FakeSGLang):
         message["tool_calls"] = [_call(call, messages, at) for at, call in enumerate(said.calls)] or None
         if finish["type"] == "length":  # a server that parses replies finds neither reasoning nor a call that is over
             message |= {"content": text, "reasoning_content": None, "tool_calls": None}
-        entries = [[-(1 + (at * 37 + token) % 100) / 64, token, None] for at, token in enumerate(ids)]
+        entries = [[logprob_of(at, token), token, None] for at, token in enumerate(ids)]
         counts = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         choice = {
             "index": 0,
@@ -114,6 +114,11 @@ class ScriptedModel(FakeSGLang):
         }
         about = {"id": f"chat-{len(self.exchanges)}", "object": "chat.completion", "created": 1, "model": "scripted"}
         return about | {"choices": [choice], "usage": counts | {"total_tokens": len(prompt) + len(ids)}}
+
+
+def logprob_of(at: int, token: int) -> float:
+    """The logprob of the reply's token number `at`."""
+    return -(1 + (at * 37 + token) % 100) / 64
 
 
 def _as_vllm(completion: Json, prompt: list[int]) -> Json:

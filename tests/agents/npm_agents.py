@@ -24,6 +24,7 @@ def prompts_for(place: Place) -> list[str]:
         "parallel": ["Please do three things at once. [[parallel 3]]"],
         "subagents": ["Please let two agents do it. [[subagents 2]]"],
         "compaction": ["Please read a lot. [[big 8]]"],
+        "forks": ["Please let two forks do it. [[forks 2]]"],
         "crowd": ["Please let six agents do it. [[subagents 6]]"],
         "resume": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
         "restart": ["Please do two steps. [[steps 2]]", "And now three more. [[steps 3]]"],
@@ -53,6 +54,7 @@ def _claude_code(place: Place) -> Sequence[Command]:
         "DISABLE_TELEMETRY": "1",
         "DISABLE_ERROR_REPORTING": "1",
         "DISABLE_AUTOUPDATER": "1",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # else forks of a conversation have another system prompt
         "IS_SANDBOX": "1",  # it may run as root
     }
     if place.scenario != "title":
@@ -159,7 +161,7 @@ NPM_AGENTS = (
         kind="npm",
         packages=["@anthropic-ai/claude-code@2.1.325"],
         dialect="messages",
-        scenarios=SCENARIOS,
+        scenarios=[*SCENARIOS, "forks"],
         commands=lambda place: _with_kill(place, _claude_code(place)),
     ),
     Agent(

@@ -10,7 +10,7 @@ from tests.agents.model import Call, Reply, text_of
 Json = dict[str, Any]
 
 FINAL = "ALL STEPS ARE DONE"
-_PLAN = re.compile(r"\[\[(steps|parallel|subagents|slow|big|text)(?: (\d+))?\]\]")
+_PLAN = re.compile(r"\[\[(steps|parallel|subagents|forks|slow|big|text)(?: (\d+))?\]\]")
 _SUMMARY_BEGIN = "The user asked for steps, and some of them are done."
 _SHELL = re.compile(r"^(bash|shell|exec_command|shell_command|run_shell_command|local_shell)$", re.IGNORECASE)
 _SUBAGENT = re.compile(r"^(task|agent|(\w+__|\w+\.)?spawn_agent)$", re.IGNORECASE)
@@ -51,7 +51,7 @@ def by_plan(messages: list[Json], tools: list[Json]) -> Reply:
         return Reply(content=f"<{tag}>{_SUMMARY_BEGIN} What is left: {rest}</{tag}>")
     if not tools:
         return helper_reply(messages)
-    return _subagents(plan, messages, tools) if plan.kind == "subagents" else _step(plan, tools)
+    return _subagents(plan, messages, tools) if plan.kind in ("subagents", "forks") else _step(plan, tools)
 
 
 def is_summary(messages: Sequence[Json]) -> bool:
@@ -100,6 +100,7 @@ def _subagents(plan: Plan, messages: Sequence[Json], tools: Sequence[Json]) -> R
     tool, wait = find_tool(tools, _SUBAGENT), find_tool(tools, _WAIT)
     if tool is None:
         return Reply(content=FINAL)
+    kind = "general" if tool["name"] == "task" else "fork" if plan.kind == "forks" else "general-purpose"
     if plan.num_done == 0:
         return Reply(
             content="Two agents can do this.",
@@ -109,7 +110,7 @@ def _subagents(plan: Plan, messages: Sequence[Json], tools: Sequence[Json]) -> R
                     description=f"Count part {n}",
                     prompt=f"Do your part {n}. [[steps 2]]",
                     message=f"Do your part {n}. [[steps 2]]",
-                    subagent_type="general" if tool["name"] == "task" else "general-purpose",
+                    subagent_type=kind,
                     task_name=f"part_{n}",
                     run_in_background=False,
                 )
