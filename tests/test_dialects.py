@@ -307,19 +307,6 @@ def test_a_reference_to_a_tool_is_its_name() -> None:
         MESSAGES.translate({"max_tokens": 5, "messages": [{"role": "user", "content": content}]})
 
 
-def test_items_that_add_tools_are_no_messages() -> None:
-    more = [{"type": "namespace", "name": "files", "tools": [{"type": "custom", "name": "patch"}, {"type": "x"}]}]
-    items = [{"type": "additional_tools", "tools": [*TOOLS["responses"], *more]}, {"role": "user", "content": "Hi"}]
-    alone = RESPONSES.translate({"input": items})
-    assert [tool["function"]["name"] for tool in alone.fields["tools"]] == ["look", "files.patch"]
-    assert alone.fields["messages"] == [{"role": "user", "content": "Hi"}]
-    assert alone.ignored == ("input[0].tools[1].tools[1]",)
-    both = RESPONSES.translate({"input": items, "tools": TOOLS["responses"]})
-    assert both.fields["tools"] == alone.fields["tools"]
-    with pytest.raises(InvalidArgument, match=r"input\[0\].tools"):
-        RESPONSES.translate({"input": [{"type": "additional_tools", "tools": {}}]})
-
-
 def saying(kind: str) -> Json:
     return {"role": "user", "content": [{"type": kind}]}
 
@@ -568,6 +555,24 @@ async def test_a_thread_continues_with_the_system_and_the_tools_on_record() -> N
         record = (await client.get(f"/sessions/{session}")).json()
         assert (record["turns"], record["branches"]) == (2, 0)
         assert " ".join(message["role"] for message in record["messages"]) == "system user assistant user assistant"
+
+
+def test_tools_that_come_as_an_item_are_tools_of_the_request() -> None:
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    item = {"type": "additional_tools", "role": "developer", "tools": [look, {"type": "custom", "name": "exec"}]}
+    spaced = {"type": "additional_tools", "tools": [{"type": "namespace", "name": "team", "tools": [look]}]}
+    asked = {"role": "user", "content": "Hi"}
+    translated = RESPONSES.translate({"input": [item, asked, spaced, item], "tools": [look | {"description": "first"}]})
+    names = [tool["function"]["name"] for tool in translated.fields["tools"]]
+    assert names == ["look", "exec", "team.look"]
+    assert translated.fields["tools"][0]["function"]["description"] == "first"
+    assert (translated.fields["messages"], translated.ignored) == ([asked], ())
+
+
+async def test_a_request_for_a_summary_is_refused_by_name() -> None:
+    async with talking() as (client, _):
+        body = {"messages": [USER], "max_tokens": 4, "compaction": {"type": "summarize"}}
+        assert "compaction" in refused(await client.post("/v1/messages", json=body))
 
 
 async def test_instructions_are_not_inherited() -> None:

@@ -285,7 +285,7 @@ async def test_a_turns_ending_is_told_once_its_session_is_free() -> None:
         is_free = True
 
     writer = ChatWriter(model="m", tokenizer=default_chat().model.tokenizer)
-    turn = TurnResponder(events(), reply=ChatReplies(), writer=writer, dropped=lambda: 0, confirm=lambda number: None)
+    turn = TurnResponder(events(), reply=ChatReplies(), writer=writer, confirm=lambda number: None)
     told = [(chunk, is_free) async for chunk in turn.chunks()]
     assert [free for _, free in told] == [True, True]
     assert b'"finish_reason":"stop"' in told[0][0]

@@ -46,7 +46,7 @@ def _program(name: str) -> Callable[[Place], Sequence[Command]]:
         if inner.scenario == "run":
             return with_run(inner, *program, HF_HUB_OFFLINE="1")
         in_work = name != "verifiers_agent"  # which has a directory of its own
-        is_alone = not variant.endswith(("-team", "-handoff"))
+        is_alone = not variant.endswith(("-team", "-handoff", "-plan"))  # others take steps, too
         writes = STEPS if in_work and is_alone and inner.scenario == "steps" else None
         return [
             Command(argv=[*program, prompt], env=_env(place), says=FINAL, writes=writes)

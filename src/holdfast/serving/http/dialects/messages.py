@@ -13,6 +13,7 @@
 | `thinking` | the template variable `enable_thinking` |
 | `output_config` | `format` restricts the reply to a schema; `effort` is `reasoning_effort` |
 | `thread` of type `continue` | system, tools and messages on record up to `previous_message_id` come first |
+| `compaction` | refused: the reply would have to be a summary and nothing else |
 | images, documents and other blocks | refused by their path |
 | other fields of the request | left out and named in `holdfast-ignored-fields` |
 """
@@ -77,6 +78,8 @@ class MessagesDialect:
 
     def translate(self, body: Any) -> Translated:
         body = as_object(body, "the request body")
+        if body.get("compaction"):
+            raise invalid("compaction", "is not supported here; leave it out")
         thread, previous = _thread(body)
         chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
         chat["messages"] = [*_system(body.get("system")), *_messages(as_list(body.get("messages"), "messages"))]

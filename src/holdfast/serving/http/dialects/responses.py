@@ -12,7 +12,7 @@ Items of one assistant turn (reasoning, message, calls) are one assistant messag
 | items of built-in tools | left out and named in `holdfast-ignored-fields` |
 | images, files, `item_reference`, other items | refused by their path |
 | tools of type `function` and `custom`, those inside a `namespace` too | functions, `namespace.name` inside one |
-| `additional_tools` items | their tools come after those of the request; an item is no message |
+| `additional_tools` items | tools of the request, after `tools`; of two with one name the first counts |
 | built-in tools (`web_search`, `file_search`, ...) | left out and named in `holdfast-ignored-fields` |
 | `tool_choice` | none, auto, required, or one function or custom tool; a built-in tool is refused |
 | `parallel_tool_calls`, `temperature`, `top_p`, `metadata`, `truncation` | the same fields of chat completions |
@@ -76,7 +76,6 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text",
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-_MORE_TOOLS = "additional_tools"  # an item that adds tools to those of the request
 _BUILT_IN = (
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call"),
     *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output", "mcp_list_tools"),
@@ -111,8 +110,14 @@ class ResponsesDialect:
         if (most := body.get("max_output_tokens")) is not None:
             chat["max_completion_tokens"] = most
         left_out: list[str] = []
-        chat["messages"] = read_items(body.get("input"), "input", left_out)
-        names, functions = _offered(body, left_out)
+        more_tools: list[tuple[str, Any]] = [("tools", body.get("tools"))]
+        chat["messages"] = read_items(body.get("input"), "input", left_out, more_tools)
+        names: dict[str, ToolName] = {}
+        functions: list[Json] = []
+        for path, raw in more_tools:
+            found, added = _tools(as_list(raw, path), path, left_out)
+            functions += [tool for tool in added if path == "tools" or tool["function"]["name"] not in names]
+            names = found | names
         if functions:
             chat["tools"] = functions
             if (choice := body.get("tool_choice")) is not None:
@@ -164,8 +169,11 @@ class _Turn:
         return message | ({"tool_calls": self.calls} if self.calls else {})
 
 
-def read_items(raw: Any, where: str, left_out: list[str]) -> list[Json]:
-    """The messages that these items are; what was left out is added to `left_out`."""
+def read_items(
+    raw: Any, where: str, left_out: list[str], more_tools: list[tuple[str, Any]] | None = None
+) -> list[Json]:
+    """The messages that these items are. What was left out is added to `left_out`, and tools that come as an item to
+    `more_tools`, where there may be such items."""
     items = [{"role": "user", "content": raw}] if isinstance(raw, str) else as_list(raw, where)
     messages: list[Json] = []
     turn: _Turn | None = None
@@ -193,8 +201,8 @@ def read_items(raw: Any, where: str, left_out: list[str]) -> list[Json]:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind in _BUILT_IN:
             left_out.append(path)
-        elif kind == _MORE_TOOLS:
-            pass  # see `_offered`
+        elif kind == "additional_tools" and more_tools is not None:
+            more_tools.append((f"{path}.tools", item.get("tools")))
         else:
             raise invalid(f"{path}.type", f"{kind!r} is not supported here")
     return [*messages, turn.message()] if turn is not None else messages
@@ -247,18 +255,6 @@ def _named(value: Mapping[str, Any], where: str) -> str:
     if not (name := as_text(value.get("name"), f"{where}.name")):
         raise invalid(f"{where}.name", "is required")
     return name
-
-
-def _offered(body: Json, left_out: list[str]) -> tuple[dict[str, ToolName], list[Json]]:
-    """The tools of the request and those that items of its input add."""
-    names, functions = _tools(as_list(body.get("tools"), "tools"), "tools", left_out)
-    for index, item in enumerate(body["input"] if isinstance(body.get("input"), list) else []):
-        if item.get("type") == _MORE_TOOLS:
-            path = f"input[{index}].tools"
-            more, added = _tools(as_list(item.get("tools"), path), path, left_out)
-            functions += [tool for tool in added if tool["function"]["name"] not in names]
-            names |= more
-    return names, functions
 
 
 def _tools(
