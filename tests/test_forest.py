@@ -157,6 +157,30 @@ async def test_a_client_that_leaves_while_the_session_is_rewound_for_it_leaves_n
         assert (await client.post(chat_path(session), json=said("Hi", first, "Other"))).status_code == 200
 
 
+async def test_a_client_that_leaves_while_a_cache_is_opened_for_it_leaves_it_to_others() -> None:
+    engine = wordy_engine(forward_s=0.0, num_slabs=4)
+    async with serving(engine, default_chat(), max_parked=9) as server, client_of(server) as client:
+        session = await open_session(client, history="forest")
+        first = await take_turn(client, session, said("Hi"))
+        second = await take_turn(client, session, said("Hi", first, "More"))
+        forwards = engine.num_forwards
+        with held(engine):
+            busy = asyncio.ensure_future(client.post("/v1/chat/completions", json=said("Wait")))
+            await until(lambda: engine.num_forwards > forwards)
+            admitted = server.metrics.admission.labels("admitted")
+            branch = asyncio.ensure_future(client.post(chat_path(session), json=said("Hi", first, "Other")))
+            await until(lambda: admitted._value.get() == 4)
+            branch.cancel()
+            await until(branch.done)
+        assert (await busy).status_code == 200
+        left = server.metrics.http_requests.labels("session_chat", "499")
+        await until(lambda: left._value.get() == 1)
+        await take_turn(client, session, said("Hi", first, "Other"))
+        await take_turn(client, session, said("Hi", first, "More", second, "On"))
+        assert (await client.delete(f"/sessions/{session}")).status_code == 204
+        await until(lambda: server.worker.num_free_slabs == 4)
+
+
 async def test_the_servers_setting_decides_what_a_new_session_is() -> None:
     async with serving(wordy_engine(), default_chat(history="forest")) as server, client_of(server) as client:
         session = await open_session(client)
