@@ -14,6 +14,8 @@ from holdfast.errors import InvalidArgument
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+CUSTOM_INPUT = "input"  # the one argument of a custom tool, which takes any text
+ANY_TEXT = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
 MAX_IGNORED = 32  # paths that are collected of one request
 _MAX_PATH = 200  # characters of one of them
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "index"}

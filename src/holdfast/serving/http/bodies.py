@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from holdfast.backends.fields import DECISIVE
-from holdfast.chat.messages import MAX_IGNORED, IgnoredFields, read_messages
+from holdfast.chat.messages import ANY_TEXT, MAX_IGNORED, IgnoredFields, read_messages
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument, PayloadTooLarge
 from holdfast.serving.http.schema import ChatCompletion, RelayedChat, Tool
@@ -30,7 +30,6 @@ _SMALL = 1 << 20  # bytes; larger bodies are not searched for the field that is 
 _MAX_PLAIN = 8 << 20  # bytes of a body that is no chat
 _MAX_COMMAS = 2_000_000
 _MAX_DIGITS = 400  # of an integer; longer ones are out of range for every field
-_ANY_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 def decode(body: bytes, kind: type[T], *, may_be_empty: bool = False) -> T:
@@ -138,7 +137,7 @@ def _with_functions(fields: dict[str, Any], ignored: IgnoredFields | None) -> di
             if ignored is not None and custom.get("format"):
                 ignored.add(f"tools[{index}].custom.format")
             known = {name: custom[name] for name in ("name", "description") if custom.get(name) is not None}
-            functions.append({"type": "function", "function": known | {"parameters": _ANY_TEXT}})
+            functions.append({"type": "function", "function": known | {"parameters": ANY_TEXT}})
         elif ignored is None or _type_of(tool) in ("function", None):
             functions.append(tool)
         else:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.chat.messages import Message
+from holdfast.chat.messages import ANY_TEXT, CUSTOM_INPUT, Message
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.serving.http.dialects.base import (
     Completion,
@@ -69,8 +69,6 @@ _NAMES: Mapping[str, str] = {
     r"response_format(\.json_schema)?": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-_INPUT = "input"  # the one parameter of a custom tool, which takes any text
-_ANY_TEXT: Json = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
 _NAMESPACE = "."  # between a namespace and a tool's name; names of functions have none
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -219,7 +217,7 @@ def _take(turn: _Turn, item: Mapping[str, Any], kind: str, where: str) -> None:
         if kind == "function_call":
             arguments = as_text(item.get("arguments"), f"{where}.arguments")
         else:
-            arguments = json.dumps({_INPUT: as_text(item.get("input"), f"{where}.input")}, ensure_ascii=False)
+            arguments = json.dumps({CUSTOM_INPUT: as_text(item.get("input"), f"{where}.input")}, ensure_ascii=False)
         namespace = as_text(item.get("namespace"), f"{where}.namespace")
         function = {"name": f"{namespace}{_NAMESPACE}{name}" if namespace else name, "arguments": arguments}
         call_id = as_text(item.get("call_id"), f"{where}.call_id")
@@ -281,7 +279,7 @@ def _tools(
             if description := as_text(tool.get("description"), f"{path}.description"):
                 function["description"] = description
             if kind == "custom":
-                function["parameters"] = _ANY_TEXT
+                function["parameters"] = ANY_TEXT
             elif tool.get("parameters") is not None:
                 function["parameters"] = as_object(tool["parameters"], f"{path}.parameters")
             functions.append({"type": "function", "function": function})
@@ -339,7 +337,7 @@ def tools_of(chat_tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
     for tool in chat_tools:
         full = tool["function"]["name"]
         namespace, _, name = full.rpartition(_NAMESPACE)
-        is_custom = tool["function"].get("parameters") == _ANY_TEXT
+        is_custom = tool["function"].get("parameters") == ANY_TEXT
         names[full] = ToolName(name, namespace or None, is_custom=is_custom)
     return names
 
@@ -437,8 +435,8 @@ def _custom_input(arguments: str) -> str:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    is_one = isinstance(value, dict) and set(value) == {_INPUT} and isinstance(value[_INPUT], str)
-    return str(value[_INPUT]) if is_one else arguments
+    is_one = isinstance(value, dict) and set(value) == {CUSTOM_INPUT} and isinstance(value[CUSTOM_INPUT], str)
+    return str(value[CUSTOM_INPUT]) if is_one else arguments
 
 
 _PART_EVENT = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
