@@ -260,7 +260,9 @@ class ChatTurn:
     def _facts(self, facts: TurnFacts) -> TurnFacts:
         """With what is known of the request: the ids that it came with, where it stands."""
         request, prepared = self.request, self.prepared
-        facts = replace(facts, response_id=request.response_id, agent=dict(request.agent), is_edited=prepared.is_edited)
+        if request.response_id or request.agent or prepared.is_edited:
+            agent, is_edited = dict(request.agent), prepared.is_edited
+            facts = replace(facts, response_id=request.response_id, agent=agent, is_edited=is_edited)
         if self._cache is not None and self._cache.claim is not None and prepared.parent.parent is None:
             facts = replace(facts, pinned=self._cache.claim.session.sink)
         return facts

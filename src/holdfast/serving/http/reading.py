@@ -1,6 +1,6 @@
 """A request for a chat in any dialect, as a chat completion request by type: what both kinds of routes begin with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -102,13 +102,15 @@ async def read_chat(
     return ChatCall(decoded=decoded, translated=translated, dialect=dialect, raw=raw)
 
 
-def agent_ids(headers: Mapping[str, str]) -> dict[str, str]:
+def agent_ids(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     """The ids by which agents name their own sessions, threads and subagents, as far as they are sane."""
-    return {name: headers[name][:MAX_ID] for name in _AGENT_HEADERS if headers.get(name)}
+    return {
+        name.decode(): value.decode("latin-1")[:MAX_ID] for name, value in headers if name in _AGENT_HEADERS and value
+    }
 
 
 MAX_ID = 256
-_AGENT_HEADERS = (
-    *("x-claude-code-session-id", "x-claude-code-agent-id", "session-id", "session_id", "thread-id"),
-    *("x-codex-parent-thread-id", "x-session-id", "x-parent-session-id", "x-client-request-id"),
-)
+_AGENT_HEADERS = {
+    *(b"x-claude-code-session-id", b"x-claude-code-agent-id", b"session-id", b"session_id", b"thread-id"),
+    *(b"x-codex-parent-thread-id", b"x-session-id", b"x-parent-session-id", b"x-client-request-id"),
+}

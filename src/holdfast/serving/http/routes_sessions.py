@@ -122,7 +122,7 @@ class SessionRoutes:
             request=await self._chat_request(request, call),
             writer=writer,
             key=await run_off_loop(partial(_key, request, call.raw), len(call.raw)),
-            agent=agent_ids(request.headers) | names,
+            agent=agent_ids(request.scope["headers"]) | names,
             response_id="" if call.dialect is CHAT else writer.id,
         )
         events = self._chats.turn(session_id, owner, turn_request)
