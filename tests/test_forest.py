@@ -176,7 +176,8 @@ async def test_a_client_that_leaves_while_a_cache_is_opened_for_it_leaves_it_to_
         left = server.metrics.http_requests.labels("session_chat", "499")
         await until(lambda: left._value.get() == 1)
         await take_turn(client, session, said("Hi", first, "Other"))
-        await take_turn(client, session, said("Hi", first, "More", second, "On"))
+        onward = (await client.post(chat_path(session), json=said("Hi", first, "More", second, "On"))).json()
+        assert onward["usage"]["holdfast"]["prefilled_tokens"] < 20  # the cache that was to be copied is free again
         assert (await client.delete(f"/sessions/{session}")).status_code == 204
         await until(lambda: server.worker.num_free_slabs == 4)
 
@@ -203,6 +204,25 @@ async def test_few_slabs_cost_time_and_nothing_else(num_slabs: int) -> None:
         for each in (session, *others):
             await client.delete(f"/sessions/{each}")
         await until(lambda: server.worker.num_free_slabs == num_slabs)
+
+
+async def test_forests_do_not_evict_one_another_where_nothing_may_be_parked() -> None:
+    async with forest(num_slabs=2, max_parked=0) as (_, client, session):
+        other = await open_session(client, history="forest")
+        for each in (session, other, session):
+            await take_turn(client, each, said("Hi"))
+        assert [len((await shown(client, each))["records"]) for each in (session, other)] == [2, 1]
+
+
+async def test_a_conversation_leaves_one_snapshot_however_often_it_is_parked(tmp_path: Any) -> None:
+    async with forest(num_slabs=1, data_dir=str(tmp_path)) as (_, client, session):
+        other, talks = await open_session(client, history="forest"), ([], [])
+        for step in range(3):
+            for each, texts in zip((session, other), talks, strict=True):
+                texts.append(f"{step}")
+                texts.append(await take_turn(client, each, said(*texts)))
+    kept = sorted(path.stem.partition("t")[0] for path in (tmp_path / "snapshots").iterdir())
+    assert kept == sorted((session, other))
 
 
 async def test_a_forest_comes_back_after_a_restart_and_every_conversation_goes_on(tmp_path: Any) -> None:

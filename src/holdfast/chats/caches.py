@@ -5,15 +5,12 @@ far as there are slabs: what is lost of them is computed again.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import CapacityExhausted, HistoryConflict, HoldfastError, SessionFailed, SessionNotFound
-from holdfast.sessions.capacity import conversation_snapshot
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.runtime import Runtime
 
@@ -74,7 +71,6 @@ class CachePool:
         self._num_opening = 0
         self._caches: list[Cache] = []  # the one used least recently comes first
         self._returned = asyncio.Event()
-        self._ending: asyncio.Task[None] | None = None  # gives back what was opened for callers that have left
 
     async def take(self, forest: Claim, node: Node) -> Cache:
         """A cache for a turn below `node`, claimed for the caller, who gives it back. Waits where all that the forest
@@ -93,11 +89,11 @@ class CachePool:
             if saved is not None and (has_room or idle):
                 if not has_room:
                     await self._drop(idle[0])
-                return await self._opened(self._open(forest, None, saved))
+                return await self._open(forest, None, saved)
             if nearest is not None and nearest.node is shared:
                 chosen: Cache | None = nearest
             elif has_room and (not idle or self._runtime.has_free_slab):
-                return await self._opened(self._open(forest, nearest if shared is not self._root else None))
+                return await self._open(forest, nearest if shared is not self._root else None)
             else:
                 chosen = nearest if shared is not self._root else next(iter(idle), None)
             if chosen is None:
@@ -128,21 +124,6 @@ class CachePool:
             return False
         self._caches.append(cache)
         return True
-
-    async def _opened(self, opening: Coroutine[Any, Any, Cache]) -> Cache:
-        """The new cache. It is brought to its end though the caller is cancelled, and then belongs to nobody."""
-        task = asyncio.ensure_future(opening)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self._ending = asyncio.ensure_future(self._abandon(task, self._ending))
-            raise
-
-    async def _abandon(self, opening: "asyncio.Task[Cache]", before: "asyncio.Task[None] | None") -> None:
-        with contextlib.suppress(HoldfastError):
-            await self.give_back(await opening)
-        if before is not None:
-            await before
 
     async def _open(self, forest: Claim, source: Cache | None, saved: Node | None = None) -> Cache:
         """A new cache; where all slabs are busy, one of our own that rests."""
@@ -181,7 +162,7 @@ class CachePool:
         except HoldfastError as exc:
             logger.warning("a cache of a conversation is dropped: %s", exc)
         if cache.node.number:
-            claim.session.snapshot_id = conversation_snapshot(claim.session.cache_of, cache.node.number)
+            await self._runtime.name_snapshot(claim, cache.node.number)
         await claim.release()
         cache.claim = None
         if cache.needs_rewind or claim.session.failure or claim.session.gate.is_closed:

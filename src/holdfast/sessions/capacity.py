@@ -131,7 +131,7 @@ class SlabCapacity:
 
     async def make_parked_room(self) -> None:
         """Room for one more session that has no slab."""
-        if self._registry.num_parked >= max(self._max_parked, 1):
+        if self._registry.num_parked >= max(self._max_parked, self._registry.capacity):
             longest = self._registry.longest_parked()
             if longest is None:
                 raise CapacityExhausted("all parked sessions are busy; try again soon or raise --max-parked")

@@ -256,6 +256,14 @@ class Runtime:
         with contextlib.suppress(SessionNotFound):
             await self._discard(self._registry.get(session_id, owner))
 
+    async def name_snapshot(self, claim: Claim, turn: int) -> None:
+        """A cache is at the end of this turn: its next snapshot has that name, and an earlier one is of no use."""
+        session = claim.session
+        name = conversation_snapshot(session.cache_of, turn)
+        if name != session.snapshot_id and self._capacity.has_snapshot(session.snapshot_id):
+            await self._capacity.forget(session)
+        session.snapshot_id = name
+
     def has_snapshot(self, session_id: str, turn: int) -> bool:
         """Whether a forest's conversation can be restored at the end of a turn."""
         return self._capacity.has_snapshot(conversation_snapshot(session_id, turn))

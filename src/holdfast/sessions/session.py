@@ -190,7 +190,7 @@ class SessionRegistry:
     """Sessions by id. Room is claimed before a session is opened, so that two creators never share a place."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._claimed = 0
         self._gone: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> (owner, why)
@@ -211,7 +211,7 @@ class SessionRegistry:
 
     @property
     def is_full(self) -> bool:
-        return self.num_live + self._claimed >= self._capacity
+        return self.num_live + self._claimed >= self.capacity
 
     def claim_place(self) -> Session | None:
         """Reserve a place; where all are taken, the idle session that has to make room for it."""
@@ -219,7 +219,7 @@ class SessionRegistry:
         if self.is_full:
             idle = [s for s in self._sessions.values() if s.handle is not None and not s.is_busy and not s.parking]
             if not idle:
-                raise CapacityExhausted(f"all {self._capacity} sessions are busy; try again soon or raise --sessions")
+                raise CapacityExhausted(f"all {self.capacity} sessions are busy; try again soon or raise --sessions")
             victim = min(idle, key=lambda session: session.last_used)
         self._claimed += 1
         return victim
