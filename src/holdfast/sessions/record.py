@@ -26,7 +26,7 @@ Stored = bytes | str | int | float | bool | None
 ByteRange = tuple[int, int]  # where something begins and ends in bytes
 
 _Count = Annotated[int, Meta(ge=0)]
-_OPTIONAL = ("response_id", "agent", "is_edited", "pinned")  # of a turn's facts
+_OPTIONAL = ("response_id", "agent", "is_edited", "pinned", "weight_spans", "effort")  # of a turn's facts
 _JSON = ("messages", "reply", "root", "facts")
 
 
@@ -61,6 +61,8 @@ class TurnFacts:
     agent: Mapping[str, str] = field(default_factory=dict)  # the client's own ids of its session, thread or agent
     is_edited: bool = False  # the request has another assistant message where a reply was sampled
     pinned: int | None = None  # tokens at the start of this conversation that never leave the window
+    weight_spans: tuple[tuple[str, int], ...] = ()  # versions and their numbers of sampled tokens, if several in a turn
+    effort: Mapping[str, float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
 
 
 class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idempotency_key": "ticket_key"}):
@@ -109,7 +111,7 @@ def to_stored(turn: TurnRecord) -> dict[str, Stored]:
 
 def _told(facts: TurnFacts) -> dict[str, Any]:
     """The facts without those that a turn need not have and does not have."""
-    optional = {name: value for name in _OPTIONAL if (value := getattr(facts, name)) not in ("", {}, False, None)}
+    optional = {name: value for name in _OPTIONAL if (value := getattr(facts, name)) not in ("", {}, False, None, ())}
     return {name: getattr(facts, name) for name in TurnFacts.__slots__ if name not in _OPTIONAL} | optional
 
 
