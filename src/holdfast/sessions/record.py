@@ -62,7 +62,7 @@ class TurnFacts:
     is_edited: bool = False  # the request has another assistant message where a reply was sampled
     pinned: int | None = None  # tokens at the start of this conversation that never leave the window
     weight_spans: tuple[tuple[str, int], ...] = ()  # versions and their numbers of sampled tokens, if several in a turn
-    effort: Mapping[str, float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
+    effort: Mapping[str, int | float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
 
 
 class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idempotency_key": "ticket_key"}):

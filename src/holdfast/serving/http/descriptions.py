@@ -80,6 +80,8 @@ DESCRIPTIONS = {
     "SamplesRequest.metadata": "Values that are added to the metadata of each sample.",
     "num_layers": "Layers of the model, which gives routed experts that came as flat rows their shape.",
     "format": "File format of the samples.",
+    "weight_versions": "Whether weight versions are a list of names or, for each turn, spans of tokens. Default: "
+    "by --sample-weight-versions.",
     "weight_version": "Version of the weights, which is recorded with each turn from now on.",
 }
 
