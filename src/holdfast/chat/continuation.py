@@ -84,6 +84,10 @@ class Continuation:
         ids = ids[1:] if last_token == ids[0] else ids
         return Prompt(ids, _opens_reasoning(text), self._renderer.count_control(messages))
 
+    def num_trimmed(self, last_token: int) -> int:
+        """How many tokens at the end of a reply that ends in `last_token` are left out when the chat goes on."""
+        return 0
+
     def root(self, tools: Tools = (), variables: Variables | None = None) -> TemplateInputs:
         """The part of tools and variables that is fixed for the whole conversation."""
         variables = variables or {}

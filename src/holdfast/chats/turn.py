@@ -9,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -250,7 +250,7 @@ class ChatTurn:
             given=prepared.prompt.ids,
             sampled=result.tokens,
             finish_reason=result.finish_reason,
-            facts=self._facts(result.facts),
+            facts=self._facts(result.facts, result.tokens),
             num_control=prepared.prompt.num_control,
             request=result.request,
             response=result.response,
@@ -275,9 +275,15 @@ class ChatTurn:
         await claim.replace_history(base.end, turns, sink=_pinned(node, claim.session.sink))
         return turn
 
-    def _facts(self, facts: TurnFacts) -> TurnFacts:
+    def _num_trimmed(self, tokens: Sequence[Sampled]) -> int:
+        """How many of the sampled tokens the next turn does not go on from."""
+        return self.setup.chat.continuation.num_trimmed(tokens[-1].token) if tokens else 0
+
+    def _facts(self, facts: TurnFacts, tokens: Sequence[Sampled]) -> TurnFacts:
         """With what is known of the request: the ids that it came with, where it stands."""
         request, prepared = self.request, self.prepared
+        if num_trimmed := self._num_trimmed(tokens):
+            facts = replace(facts, num_trimmed=num_trimmed)
         if request.response_id or request.agent or prepared.is_edited:
             agent, is_edited = dict(request.agent), prepared.is_edited
             facts = replace(facts, response_id=request.response_id, agent=agent, is_edited=is_edited)
@@ -287,9 +293,10 @@ class ChatTurn:
 
     async def _sync_history(self, result: TurnResult) -> None:
         """Bring the session's history to the end of the turn: adopt an upstream's tokens, or rewind what our engine
-        sampled beyond a stop string."""
+        sampled beyond a stop string, or what the next turn does not go on from."""
         trajectory, prepared, claim = self.trajectory, self.prepared, self.claim
-        end = prepared.parent.end + len(prepared.prompt.ids) + len(result.tokens)
+        lasting = result.tokens[: len(result.tokens) - self._num_trimmed(result.tokens)]
+        end = prepared.parent.end + len(prepared.prompt.ids) + len(lasting)
         if trajectory.is_forest:
             if self._cache is None:  # an upstream needs none
                 return
@@ -299,7 +306,7 @@ class ChatTurn:
             base, _ = await trajectory.cache.sync_to(claim, prepared.parent)
             trajectory.cache.needs_rewind = True
             reason = StopReason.MAX_TOKENS if result.finish_reason == "length" else StopReason.EOS
-            await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, result.tokens, reason)
+            await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, lasting, reason)
         elif claim.history_length > end:
             await claim.rewind(end)
         claim.check_not_closed()

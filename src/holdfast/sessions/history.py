@@ -147,7 +147,8 @@ class History:
             case TurnRecord():
                 self.give(step.given)
                 turn_reason = StopReason.MAX_TOKENS if step.finish_reason == "length" else StopReason.EOS
-                self._sample_all(step.sampled, step.logprobs, step.sampling_logprobs, turn_reason)
+                end = step.num_lasting
+                self._sample_all(step.sampled[:end], step.logprobs[:end], step.sampling_logprobs[:end], turn_reason)
             case TokensSampled():
                 reason = StopReason(step.stop_reason) if step.stop_reason else None
                 self._sample_all(step.tokens, step.logprobs, step.sampling_logprobs, reason)

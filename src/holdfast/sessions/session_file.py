@@ -86,7 +86,7 @@ class PortableSession:
     @property
     def history_length(self) -> int:
         own = sum(len(span.tokens) for span in self.spans)
-        return own + sum(len(turn.given) + len(turn.sampled) for turn in self.path())
+        return own + sum(len(turn.given) + turn.num_lasting for turn in self.path())
 
     def all_tokens(self) -> Iterator[int]:
         """Every token on record, those of branches that were left included, in no order that matters."""
@@ -122,8 +122,8 @@ def _flaws(session: PortableSession) -> Iterator[str]:
             yield f"the logprobs of turn {number} do not belong to its tokens"
         if not _is_finite(turn.reward):
             yield f"the reward of turn {number} is not a finite number"
-        if turn.num_control > _MAX_COUNT:
-            yield f"turn {number} counts more control tokens than a turn can have"
+        if turn.num_control > _MAX_COUNT or not 0 <= turn.facts.num_trimmed <= len(turn.sampled):
+            yield f"turn {number} counts more control tokens, or tokens left out at its end, than a turn can have"
 
 
 def _is_sampled(tokens: "array[int]", *logprobs: "array[float]") -> bool:

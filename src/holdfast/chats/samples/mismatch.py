@@ -55,7 +55,7 @@ def _history(tip: Node) -> Iterator[tuple[int, bool]]:
     """Every token, and whether it was sampled."""
     for node in tip.path():
         yield from ((token, False) for token in node.turn.given)
-        yield from ((token, True) for token in node.turn.sampled)
+        yield from ((token, True) for token in node.turn.sampled[: node.turn.num_lasting])
 
 
 def _segments(tokens: Iterable[tuple[int, bool]], tokenizer: Tokenizer) -> Iterator[_Segment]:

@@ -224,7 +224,7 @@ def _sampled_runs(tip: Node, is_control: Callable[[int], bool]) -> Iterator[tupl
     """Every run of tokens without a control token in which some were sampled, and where it starts."""
     run, start, has_sampled = list[int](), 0, False
     for node in tip.path():
-        for part, is_sampled in ((node.turn.given, False), (node.turn.sampled, True)):
+        for part, is_sampled in ((node.turn.given, False), (node.turn.sampled[: node.turn.num_lasting], True)):
             for token in part:
                 if not is_control(token):
                     run.append(token)
