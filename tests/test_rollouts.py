@@ -142,7 +142,11 @@ async def test_branches_share_what_they_have_in_common_and_train_it_once() -> No
     async with serving(_engine(), default_chat()) as server, client_of(server) as http:
         session = await open_session(http)
         one = (await http.post(chat_path(session), json=said("a"))).json()["choices"][0]["message"]["content"]
-        await http.post(chat_path(session), json=said("a", one, "b"))
+        second = (await http.post(chat_path(session), json=said("a", one, "b"))).json()["usage"]
+        effort = (await http.get(f"/sessions/{session}")).json()["records"][1]["effort"]
+        assert effort["prompt_tokens"] == second["prompt_tokens"]
+        assert effort["cached_tokens"] == second["prompt_tokens_details"]["cached_tokens"] > 0
+        assert min(effort["queue_s"], effort["total_s"] - effort["first_token_s"]) >= 0
         await http.post(chat_path(session), json=said("a", one, "c"))
         tip, every = await fetch(http, session), await fetch(http, session, branch="all")
         assert (len(tip.samples), len(every.samples)) == (1, 2)
