@@ -19,6 +19,7 @@ HoldfastError
 ├── ResponseNotFound         a response or conversation that is not, or no longer, kept
 ├── SessionNotFound          unknown, closed, expired or evicted
 ├── SessionBusy              one operation at a time
+├── WeightsBusy              other weights are being loaded
 ├── IdempotencyMismatch      a key that was used for another request
 ├── Paused                   a trainer has stopped new turns for now
 ├── HistoryConflict          the history is not as long as the caller expected
@@ -187,6 +188,10 @@ class SessionBusy(HoldfastError):
     @property
     def details(self) -> dict[str, str]:
         return {"turn_id": self.turn_id} if self.turn_id else {}
+
+
+class WeightsBusy(HoldfastError):
+    code = "weights_busy"
 
 
 class HistoryConflict(HoldfastError):

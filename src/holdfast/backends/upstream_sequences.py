@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,12 +22,15 @@ from holdfast.errors import (
     SessionBusy,
     SessionNotFound,
     SnapshotMismatch,
+    Unimplemented,
     UpstreamError,
     UpstreamInvalid,
     UpstreamUnreachable,
 )
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
-from holdfast.sessions.ports import BackendView, ModelInfo
+from holdfast.sessions.ports import BackendView, ModelInfo, WeightsLoaded
+
+_NOT_OURS = "the weights are those of the upstream server: update them there, then PUT /control/weight_version here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +155,17 @@ class UpstreamSequences(ABC):
             inv2_violations=0,
             failure=None,
         )
+
+    async def label_weights(self, version: str) -> None:
+        """Nothing to do: the upstream tells the version, or the turn's setup does."""
+        return
+
+    @property
+    def max_weight_bytes(self) -> int:
+        raise Unimplemented(_NOT_OURS)
+
+    async def load_weights(self, path: Path, *, version: str, keeps_caches: bool) -> WeightsLoaded:
+        raise Unimplemented(_NOT_OURS)
 
     def _add(self, sequence: UpstreamSequence) -> int:
         if len(self._sequences) >= self._capacity:

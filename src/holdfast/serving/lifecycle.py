@@ -185,6 +185,7 @@ async def _endpoints(
     backend.start()
     try:
         await backend.prepare()  # it may learn more about the model, which both endpoints report
+        await backend.label_weights(config.weight_version)
         transfers = Transfers(runtime, chats)
         grpc_server = create_server(runtime, transfers, admission, config, keys)
         calls.append(grpc_server.running)

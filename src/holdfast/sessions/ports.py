@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -37,6 +38,14 @@ class BackendView:
     inv1_violations: int
     inv2_violations: int
     failure: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLoaded:
+    """New weights that the backend computes with from now on."""
+
+    num_tensors: int
+    duration_s: float
 
 
 class EventStream(Protocol):
@@ -93,6 +102,18 @@ class Backend(Protocol):
 
     def view(self, handle: int) -> BackendView:
         """Never waits for the device."""
+
+    async def label_weights(self, version: str) -> None:
+        """Tokens that our engine samples from now on carry this version."""
+
+    @property
+    def max_weight_bytes(self) -> int:
+        """The size of all weights in float32. Raises Unimplemented where they are not ours."""
+
+    async def load_weights(self, path: Path, *, version: str, keeps_caches: bool) -> WeightsLoaded:
+        """Overwrite the weights with those at `path`, all or none. Generations go on with them; unless the caches are
+        kept, histories are computed again. Raises ModelError where they do not fit, Unimplemented where the weights are
+        not ours."""
 
 
 class ServedBackend(Backend, Protocol):

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
-from holdfast.serving.http.middleware import IMPORT_PATH, HttpMiddleware, owner_of
+from holdfast.serving.http.middleware import IMPORT_PATH, WEIGHTS_PATH, HttpMiddleware, owner_of
 from holdfast.serving.http.named_sessions import Endpoint, NamedSessions
 from holdfast.serving.http.openapi import document, index
 from holdfast.serving.http.response import StreamTimes
@@ -23,6 +23,7 @@ from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
 from holdfast.serving.http.routes_responses import SessionResponses, StatelessResponses
 from holdfast.serving.http.routes_sessions import METHODS, SessionRoutes, Upstream, UpstreamRoutes
+from holdfast.serving.http.routes_weights import load_weights
 from holdfast.serving.keys import Keys
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
@@ -124,6 +125,7 @@ def _chat_routes(
         Route(f"{one}/reward", sessions.reward, methods=["POST"]),
         Route("/control/pause", control.pause, methods=["POST"]),
         Route("/control/resume", control.resume, methods=["POST"]),
+        Route(WEIGHTS_PATH, load_weights(setup), methods=["POST"]),
         Route("/control/weight_version", control.weight_version, methods=["PUT"]),
         *rest,
     ]
