@@ -123,6 +123,12 @@ class ServeConfig:
     backend: str = option("embedded", "where generation runs", choices=("embedded", "sglang", "vllm"))
     weight_version: str = option("", "version of the weights if the upstream reports none; can be changed later")
     pause_max_wait_s: float = option(60.0, "longest wait of a request while generation is paused, in seconds")
+    sample_weight_versions: str = option(
+        "names",
+        "how samples tell weight versions: a list of names (names), or for each turn spans of tokens (spans), "
+        "as later versions of miles read them",
+        choices=("names", "spans"),
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -237,6 +243,11 @@ class UpstreamConfig:
         "",
         "further request fields that sessions may send to the upstream, comma-separated; "
         "others are left out, or refused if they change what is sampled",
+    )
+    routed_experts_shape: str = option(
+        "",
+        "layers and experts per token of routed experts that come as flat rows; empty: as in the model's config.json",
+        metavar="LAYERS,TOPK",
     )
 
 

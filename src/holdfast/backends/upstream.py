@@ -19,7 +19,7 @@ from holdfast.backends.validation import PAYLOADS, Asked, CheckedReply, decoded
 from holdfast.config import UpstreamConfig
 from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, UpstreamInvalid
 from holdfast.generation import Sampled, SamplingParams
-from holdfast.sessions.payload import payload_shape
+from holdfast.sessions.payload import expert_rows, parse_expert_shape, payload_shape
 from holdfast.sessions.ports import LogprobKind, ModelInfo, UpstreamReply
 
 CHAT = "/v1/chat/completions"
@@ -67,6 +67,7 @@ class UpstreamBackend(UpstreamSequences):
         *,
         capacity: int = 65536,
         observe: Observe = lambda outcome, seconds: None,
+        routing: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(model, capacity)
         self.transport = Transport(config)
@@ -78,6 +79,8 @@ class UpstreamBackend(UpstreamSequences):
         self._extra = _extra(config.upstream_extra)
         self._forwarded = parse_fields(config.forward_fields)
         self._row_shapes: dict[str, tuple[int, ...]] = {}  # of training payloads; the probe finds them
+        self._routing = routing  # layers of the model that route, and experts per token, if known
+        self._expert_shape = parse_expert_shape(config.routed_experts_shape)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     _check: Callable[[bytes, Asked], CheckedReply]
@@ -152,7 +155,22 @@ class UpstreamBackend(UpstreamSequences):
         num_rows = (done.prompt_tokens or 0) + done.completion_tokens - 1
         for name in self.asked_payloads:
             shape = payload_shape(reply.received[slice(*getattr(done, name))])
-            self._row_shapes[name] = shape[1:] or (shape[0] // num_rows,)
+            row = shape[1:] or (shape[0] // num_rows,)
+            if name == "routed_experts":
+                try:
+                    row = expert_rows(row, shape=self._expert_shape, routing=self._routing)
+                except ValueError as exc:
+                    raise UpstreamInvalid(f"{name} {exc}; set --routed-experts-shape LAYERS,TOPK") from exc
+            self._row_shapes[name] = row
+        if len(self._row_shapes.get("routed_experts", (0, 0))) == 1:
+            logger.warning(
+                "routed experts come without a shape, and the model's files do not tell it: samples will have flat "
+                "rows; set --routed-experts-shape LAYERS,TOPK"
+            )
+
+    def expert_shape(self) -> tuple[int, int] | None:
+        learned = self._row_shapes.get("routed_experts", ())
+        return (learned[0], learned[1]) if len(learned) == 2 else self._expert_shape
 
     async def prepare(self) -> None:
         """Ask the server which model it serves; see `probe`."""

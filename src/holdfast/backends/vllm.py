@@ -122,13 +122,8 @@ class _CompletionChoice(_StreamChoice):
     logprobs: _Lists | None = None
 
 
-class _Details(Struct):
-    cached_tokens: int | None = None
-
-
 class _StreamUsage(Usage, kw_only=True):
     completion_tokens: int
-    prompt_tokens_details: _Details | None = None
 
 
 class _Chunk(Struct):

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -79,6 +80,7 @@ class ChatSetup:
     is_forest: bool = False  # what a new session is, unless its client says
     max_conversations: int = 8  # caches that one forest may have
     stream_stall_s: float = 0.0  # how long a turn waits for its readers, in all; 0: no limit
+    expert_shape: Callable[[], tuple[int, int] | None] = lambda: None  # layers and experts per token, if known
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -114,6 +116,7 @@ class ChatTurn:
         self.events = Broadcast[TurnEvent](setup.stream_stall_s)
         self._committing: asyncio.Task[TurnRecord] | None = None
         self._has_begun = False
+        self._queued_at = self._admitted_at = time.perf_counter()
 
     def start(self) -> None:
         self.trajectory.turns.append(self)
@@ -143,7 +146,9 @@ class ChatTurn:
             )
         )
         owner = self.trajectory.owner
+        self._queued_at = time.perf_counter()
         async with setup.admission.admitted(owner=owner), contextlib.aclosing(setup.source(self)) as events:
+            self._admitted_at = time.perf_counter()
             async for event in events:
                 if not isinstance(event, TurnResult):
                     self.events.publish(event)
@@ -155,6 +160,19 @@ class ChatTurn:
                 self.events.publish(
                     TurnResponse(body=event.body, number=number, status=event.status, headers=event.headers)
                 )
+
+    def elapsed_s(self) -> float:
+        """Seconds since the turn was admitted."""
+        return time.perf_counter() - self._admitted_at
+
+    def effort(self, **known: float | None) -> dict[str, float]:
+        """What the reply took until now: what is `known` of it, the wait in the queue, and the time since then."""
+        times = {"queue_s": self._admitted_at - self._queued_at, "total_s": self.elapsed_s()}
+        return {
+            name: value if isinstance(value, int) else round(value, 6)
+            for name, value in (known | times).items()
+            if value is not None
+        }
 
     def _num_dropped(self) -> int:
         session, recent = self.claim.session, self.setup.runtime.model.recent

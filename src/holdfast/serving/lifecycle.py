@@ -247,6 +247,7 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
         stream_stall_s=config.stream_stall_s,
         is_forest=chat.config.history == "forest",
         max_conversations=chat.config.max_conversations,
+        expert_shape=chat.upstream.chat.expert_shape if chat.upstream else lambda: None,
     )
 
 

@@ -71,7 +71,7 @@ class TurnFacts:
     pinned: int | None = None  # tokens at the start of this conversation that never leave the window
     weight_spans: tuple[tuple[str, int], ...] = ()  # versions and their numbers of sampled tokens, if several in a turn
     num_trimmed: int = 0  # sampled tokens at the end that are not in the history which the next turn goes on from
-    effort: Mapping[str, float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
+    effort: Mapping[str, int | float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
 
 
 _NO_FACTS = TurnFacts()

@@ -37,7 +37,7 @@ import numpy as np
 from holdfast.chats.samples.certificate import certify
 from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start
 from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
-from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan
+from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan, totals
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument, SamplesUnusable
 from holdfast.generation import Sampled, StopReason, weight_spans
@@ -57,17 +57,20 @@ _FINISH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a trainer asks for. `num_layers` gives routed experts their shape where the upstream sends them flat."""
+    """What a trainer asks for. `num_layers` gives routed experts their shape where the upstream sends them flat.
+    `weight_versions`: files tell them as names, or as spans of tokens."""
 
     branch: str = "tip"
     max_seq_len: int | None = None
     min_weight_version: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # goes over the session's own
     num_layers: int | None = None
+    weight_versions: str = "names"
 
     def __post_init__(self) -> None:
-        if self.branch not in ("tip", "all"):
-            raise InvalidArgument(f"branch must be tip or all, got {self.branch!r}", param="branch")
+        for name, choices in (("branch", ("tip", "all")), ("weight_versions", ("names", "spans"))):
+            if (value := getattr(self, name)) not in choices:
+                raise InvalidArgument(f"{name} must be {' or '.join(choices)}, got {value!r}", param=name)
         for name, lowest in (("max_seq_len", 1), ("min_weight_version", 0), ("num_layers", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < lowest):
@@ -85,6 +88,7 @@ class SessionFacts:
     reward: float | None = None  # for the whole session; without it, a sample's is the sum of its turns'
     summary: Mapping[str, Any] = field(default_factory=dict)
     is_forest: bool = False  # its samples say where in the forest they come from
+    expert_shape: tuple[int, int] | None = None  # layers and experts per token, of routed experts that came flat
 
 
 def assemble(
@@ -124,7 +128,8 @@ def assemble(
             )
         )
     if samples:
-        return Export(samples=tuple(samples), session_metadata=summary)
+        has_spans = options.weight_versions == "spans"
+        return Export(samples=tuple(samples), session_metadata=summary, has_version_spans=has_spans)
     was_sampled = any(node.turn.sampled for path in paths for node in path)
     reason = EmptyReason.ALL_TRUNCATED if was_sampled else EmptyReason.NO_RECORDS
     return Export(session_metadata=summary, empty_reason=reason)
@@ -149,9 +154,23 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
                 logprob_kind=_logprobs(node)[1],
                 weight_versions=node.turn.facts.weight_versions,
                 reward=_reward(node.turn.reward),
+                weight_spans=_first(node.turn.facts.weight_spans, kept.last_sampled if is_cut else None),
+                effort=dict(node.turn.facts.effort),
             )
         )
     return tuple(turns)
+
+
+def _first(spans: tuple[tuple[str, int], ...], num: int | None) -> tuple[tuple[str, int], ...]:
+    """The spans of the first `num` tokens; None: of all."""
+    if num is None:
+        return spans
+    kept = []
+    for name, length in spans:
+        if num > 0:
+            kept.append((name, min(length, num)))
+        num -= length
+    return tuple(kept)
 
 
 def _sample(
@@ -172,7 +191,7 @@ def _sample(
     has_both = all(_is_whole(node, node.turn.sampling_logprobs) for node in nodes)
     rewards = [turn.reward for turn in turns if turn.reward is not None]
     is_truncated = kept.is_cut or num_left_out > 0
-    return certify(
+    sample = certify(
         Sample(
             session_id=session.session_id,
             branch=turns[-1].number,
@@ -185,15 +204,23 @@ def _sample(
             logprobs=_spread(turns, [node.turn.logprobs for node in nodes]),
             sampling_logprobs=_spread(turns, [node.turn.sampling_logprobs for node in nodes]) if has_both else None,
             rollout_routed_experts=rows_of(
-                nodes, "routed_experts", num_tokens, num_layers=options.num_layers, response_of=response_of
+                nodes, "routed_experts", num_tokens, shape=_expert_shape(options, session), response_of=response_of
             ),
             rollout_indexer_topk=rows_of(nodes, "indexer_topk", num_tokens, response_of=response_of),
             response=detokenize(tokens[start:num_tokens].tolist()) if detokenize else "",
             reward=_reward(session.reward) if session.reward is not None else math.fsum(rewards) if rewards else None,
             **_plain({"group": session.group, "label": session.label}, "group and label"),
-            metadata=_plain({**session.metadata, **_place(nodes, session), **options.metadata}, "metadata"),
         )
     )
+    effort = totals(sample)
+    own = _place(nodes, session) | ({"effort": effort} if effort else {})
+    named = {"holdfast": own} if own else {}
+    return replace(sample, metadata=_plain({**session.metadata, **named, **options.metadata}, "metadata"))
+
+
+def _expert_shape(options: Options, session: SessionFacts) -> tuple[int, int | None] | None:
+    """Layers and experts per token, if that is known, of routed experts; what the trainer says comes first."""
+    return (options.num_layers, None) if options.num_layers else session.expert_shape
 
 
 def _place(nodes: Sequence[Node], session: SessionFacts) -> dict[str, Any]:
@@ -204,7 +231,7 @@ def _place(nodes: Sequence[Node], session: SessionFacts) -> dict[str, Any]:
         return {}
     agent = {name: value for node in nodes for name, value in node.turn.facts.agent.items()}
     parents = [node.turn.parent for node in nodes]
-    return {"holdfast": {"root": nodes[0].number, "parents": parents, "edited_turns": edited, "agent": agent}}
+    return {"root": nodes[0].number, "parents": parents, "edited_turns": edited, "agent": agent}
 
 
 def _spread(turns: tuple[TurnSpan, ...], values: "Sequence[array[float] | None]") -> Logprobs:

@@ -70,7 +70,7 @@ def _chat_routes(
     sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, **rules)
     kept, recorded = StatelessResponses(store), SessionResponses(chats)
     by_header = NamedSessions(chats, config)
-    data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
+    data = DataRoutes(runtime, chats, transfers, config=config)
     control = ControlRoutes(chats)
 
     def on_session(endpoint: Endpoint) -> Endpoint:

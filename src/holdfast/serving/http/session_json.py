@@ -171,6 +171,8 @@ def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) ->
         "reward": turn.reward,
         "logprob_kind": turn.facts.logprob_kind,
         "weight_versions": list(turn.facts.weight_versions),
+        **({"weight_spans": turn.facts.weight_spans} if turn.facts.weight_spans else {}),
+        **({"effort": turn.facts.effort} if turn.facts.effort else {}),
     }
 
 
