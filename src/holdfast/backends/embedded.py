@@ -36,6 +36,10 @@ class EmbeddedBackend:
         return self._worker.failure
 
     @property
+    def not_ready(self) -> str | None:
+        return None
+
+    @property
     def model(self) -> ModelInfo:
         return self._model
 
