@@ -215,7 +215,9 @@ def check_server(server: ServeConfig, upstream: UpstreamConfig) -> list[Finding]
     try:
         check_upstream(server, upstream)
         if upstream.upstream:
-            findings.append(Finding("upstream", "ok", f"{server.backend} at {upstream.upstream}, not contacted"))
+            findings.append(
+                Finding("upstream", "ok", f"{server.backend} at {', '.join(upstream.upstreams)}, not contacted")
+            )
     except ConfigError as exc:
         findings.append(Finding("upstream", "problem", str(exc)))
     return findings

@@ -1,6 +1,6 @@
 """The interface between sessions and backends: what a backend must implement, and the values that cross."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -123,6 +123,10 @@ class ServedBackend(Backend, Protocol):
     def failure(self) -> BaseException | None:
         """Why nothing can be generated any more, where that is so."""
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why nothing can be generated at this moment, where that may pass."""
+
     async def prepare(self) -> None:
         """Called once, on the server's loop, before anything else."""
 
@@ -178,7 +182,7 @@ class UpstreamReply:
     received: bytes
     request: Mapping[str, Any]
     completion: UpstreamCompletion | None = None
-    num_aborted: int = 0  # aborted replies before this one, after which the request was sent again
+    num_aborted: int = 0  # replies before this one that were aborted or cut off, after which the request was sent again
 
 
 class ChatUpstream(Protocol):
@@ -198,3 +202,15 @@ class ChatUpstream(Protocol):
         Raises UpstreamError where there is none that may be used. `known`: for each training payload, how many
         positions have theirs on record already. Cancelling closes the upstream request.
         """
+
+    async def forward(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: str,
+        headers: Iterable[tuple[str, str]],
+        body: bytes,
+        session_id: str,
+    ) -> UpstreamReply:
+        """The response to any other request of a client, which is never recorded."""
