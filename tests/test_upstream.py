@@ -650,7 +650,7 @@ def test_a_route_that_is_none_is_refused(text: str) -> None:
 
 
 async def test_forwarding_filters_headers_both_ways() -> None:
-    async with FakeSGLang() as fake:
+    async with FakeSGLang(FakeModel(encode=lambda text: list(text.encode()))) as fake:
         transport = Transport(UpstreamConfig(upstream=fake.url, upstream_key="ours"))
         fake.faults.append(Fault(headers={"x-kept": "1", "connection": "x-hop", "x-hop": "1", "server": "s"}))
         sent = {

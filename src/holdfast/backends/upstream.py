@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.backends.fields import left_out, parse_fields
 from holdfast.backends.servers import Server, Servers
+from holdfast.backends.tokenizer_check import TokenSample, check_tokenizer
 from holdfast.backends.transport import RawResponse, affinity, client_headers, forward, refusal
 from holdfast.backends.upstream_sequences import UpstreamSequences
 from holdfast.backends.validation import PAYLOADS, Asked, CheckedReply, decoded
@@ -25,6 +26,7 @@ from holdfast.sessions.payload import expert_rows, parse_expert_shape, payload_s
 from holdfast.sessions.ports import LogprobKind, ModelInfo, UpstreamReply
 
 CHAT = "/v1/chat/completions"
+DEFAULT_CONTEXT = 1 << 20  # where neither the model nor the server tells
 INLINE_BYTES = 64 << 10  # about 50 microseconds of decoding, not worth a pass of the loop
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -87,6 +89,7 @@ class UpstreamBackend(UpstreamSequences):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     _check: Callable[[bytes, Asked], CheckedReply]
+    sample: TokenSample | None = None  # whose tokens the upstream must agree with
 
     @abstractmethod
     def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], known: Mapping[str, int]) -> dict[str, Any]:
@@ -286,6 +289,8 @@ async def probe(backend: UpstreamBackend, server: Server | None = None) -> Probe
         raise UpstreamInvalid(f"the upstream serves {card.id!r}, but {named!r} is expected; it is not used")
     backend.upstream_model = card.id
     try:
+        if backend.sample:
+            await check_tokenizer(server.transport, backend.upstream_model, backend.sample)
         vocab_size = backend.model.vocab_size
         prompt = [vocab_size // 7, vocab_size // 5, vocab_size // 3]
         request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1, "temperature": 1.0}
@@ -415,7 +420,7 @@ def upstream_model_info(
     eos_token_ids: frozenset[int] = frozenset(),
     tokenizer_hash: str = "",
     chat_template_hash: str = "",
-    context: int = 1 << 20,
+    context: int = DEFAULT_CONTEXT,
 ) -> ModelInfo:
     """A model on an upstream: its window is the whole context, so pinning takes no room from it."""
     return ModelInfo(

@@ -113,10 +113,8 @@ def _queue(mode: Mode) -> DecodeQueue:
 
 async def _main(upstream_url: str, mode: Mode, model_name: str) -> None:
     source = open_model(model_name)
-    chat = Chat(load_chat(source, ChatConfig(), source.architecture.vocab_size), ChatConfig())
-    model = upstream_model_info(
-        name=source.name, vocab_size=source.architecture.vocab_size, eos_token_ids=source.eos_token_ids
-    )
+    chat = Chat(load_chat(source, ChatConfig(), source.vocab_size), ChatConfig())
+    model = upstream_model_info(name=source.name, vocab_size=source.vocab_size, eos_token_ids=source.eos_token_ids)
     metrics = Metrics()
     config = UpstreamConfig(upstream=upstream_url, routing_replay="additional")
     backend = SGLangBackend(config, model, metrics=metrics)

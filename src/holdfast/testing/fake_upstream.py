@@ -45,6 +45,7 @@ class FakeModel:
     context: int = 4096
     logprob_kind: str = "raw"
     decode: Callable[[Sequence[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
+    encode: Callable[[str], list[int]] | None = None  # without it, the server has no /tokenize
     scripted: deque[list[int]] = field(default_factory=deque)
 
     def draw(self, prompt: Sequence[int], options: Mapping[str, Any], max_tokens: int) -> list[DrawnToken]:
@@ -225,7 +226,8 @@ class FakeUpstream(ABC):
 
     async def _tokenize(self, request: Json, reply: "FakeReply") -> None:
         need(isinstance(request.get("prompt"), str), "prompt must be a string")
-        await reply.send({"tokens": list(request["prompt"].encode())})
+        encode = self.model.encode
+        await reply.send({"tokens": encode(request["prompt"])} if encode else {}, status=200 if encode else 404)
 
     async def _detokenize(self, request: Json, reply: "FakeReply") -> None:
         await reply.send({"prompt": self.model.decode(self._check_prompt(request.get("tokens")))})
