@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from holdfast.chat.abilities import Abilities
 from holdfast.chat.chat_model import load_chat
-from holdfast.chat.template import Abilities
 from holdfast.cli import machine
 from holdfast.cli.machine import DataDirectory, Library, Memory
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
