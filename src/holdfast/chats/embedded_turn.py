@@ -9,7 +9,7 @@ import msgspec
 from holdfast.chat.reply import AssistantReply, ReplyEnd, ReplyPiece, TokenUsage
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatTurn, TurnResult, check_fits, kept_request, run_off_loop
-from holdfast.generation import Done, Sampled
+from holdfast.generation import Done, Sampled, weight_spans
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.record import TurnFacts
 
@@ -39,10 +39,12 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
                 break
     yield reply.finish()
     ending = ReplyEnd.of(reply, _usage(turn, claim, reply, base, recomputed), request.params.seed)
+    spans = weight_spans(ending.tokens) or ((version, 0), (setup.weight_version, 0))
     facts = TurnFacts(
         sampling=params.as_record(),
         logprob_kind="raw",
-        weight_versions=(version, setup.weight_version),
+        weight_versions=(spans[0][0], spans[-1][0]),
+        weight_spans=spans if len(spans) > 1 and ending.tokens else (),
         started_at=started_at,
         ended_at=time.time(),
         effort=turn.effort(

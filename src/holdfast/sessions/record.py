@@ -59,7 +59,7 @@ class TurnFacts:
 
     sampling: Mapping[str, Any] = field(default_factory=dict)  # the parameters it was sampled with
     logprob_kind: str = "unknown"  # of `logprobs`: raw (before temperature), sampling, or unknown
-    weight_versions: tuple[str, str] = ("", "")  # when the turn began and when it ended
+    weight_versions: tuple[str, str] = ("", "")  # of its first and its last sampled token
     started_at: float = 0.0
     ended_at: float = 0.0
     routed_experts: str | ByteRange | None = None  # base64 of int32 or a list; mostly its range in the response

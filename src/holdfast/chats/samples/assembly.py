@@ -40,7 +40,7 @@ from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
 from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan, totals
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument, SamplesUnusable
-from holdfast.generation import Sampled, StopReason
+from holdfast.generation import Sampled, StopReason, weight_spans
 from holdfast.sessions.history import SpanKind, SpanPiece
 from holdfast.sessions.record import TemplateInputs, TurnFacts
 
@@ -277,6 +277,14 @@ def _plain(value: Mapping[str, Any], what: str) -> dict[str, Any]:
         raise SamplesUnusable(f"{what}: not JSON: {exc}", reason="metadata") from exc
 
 
+def _with_weights(facts: TurnFacts, sampled: Sequence[Sampled]) -> TurnFacts:
+    """With the versions of the weights that sampled a turn, where they are on record."""
+    spans = weight_spans(sampled)
+    if not any(version for version, _ in spans):
+        return facts
+    return replace(facts, weight_versions=(spans[0][0], spans[-1][0]), weight_spans=spans if len(spans) > 1 else ())
+
+
 def from_spans(
     pieces: Iterable[SpanPiece],
     options: Options | None = None,
@@ -303,7 +311,7 @@ def from_spans(
                 given=given,
                 sampled=sampled,
                 finish_reason=_FINISH[stop_reason],
-                facts=facts or TurnFacts(logprob_kind="raw"),
+                facts=_with_weights(facts or TurnFacts(logprob_kind="raw"), sampled),
             )
             given.clear()
             sampled.clear()
@@ -314,7 +322,8 @@ def from_spans(
             given.extend(piece.tokens)
             continue
         for token, logprob, sampling in zip(piece.tokens, piece.logprobs, piece.sampling_logprobs, strict=True):
-            sampled.append(Sampled(token=token, logprob=logprob, sampling_logprob=sampling))
+            version = piece.weight_version
+            sampled.append(Sampled(token=token, logprob=logprob, sampling_logprob=sampling, weight_version=version))
         if piece.stop_reason is not None:
             end_turn(piece.stop_reason)
     end_turn(None)
