@@ -71,7 +71,7 @@ class UpstreamBackend(UpstreamSequences):
         *,
         capacity: int = 65536,
         metrics: Metrics | None = None,
-        routing: tuple[int, int] | None = None,
+        routing: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__(model, capacity)
         self._metrics = metrics or Metrics()
@@ -83,7 +83,7 @@ class UpstreamBackend(UpstreamSequences):
         self._extra = _extra(config.upstream_extra)
         self._forwarded = parse_fields(config.forward_fields)
         self._row_shapes: dict[str, tuple[int, ...]] = {}  # of training payloads; the probe finds them
-        self._routing = routing  # layers of the model that route, and experts per token, if known
+        self._routing = routing  # layers of the model that route, experts per token, and all layers, if known
         self._expert_shape = parse_expert_shape(config.routed_experts_shape)
         self._known: ProbeReport | None = None  # what the first probe found
         self._loop: asyncio.AbstractEventLoop | None = None

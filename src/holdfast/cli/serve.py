@@ -186,7 +186,8 @@ def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, me
     )
     kind = SGLangBackend if server.backend == "sglang" else VLLMBackend
     routing = source.routing
-    return kind(config, model, metrics=metrics, routing=(routing.num_layers, routing.top_k) if routing else None)
+    shape = (routing.num_layers, routing.top_k, routing.depth) if routing else None
+    return kind(config, model, metrics=metrics, routing=shape)
 
 
 def _sample(source: ModelSource, chat: Chat) -> TokenSample | None:

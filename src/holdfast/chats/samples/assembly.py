@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from holdfast.chats.samples.certificate import certify
-from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start
+from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start, start_of
 from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
 from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan, totals
 from holdfast.chats.tree import Node, Tree
@@ -139,14 +139,14 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
     turns = []
     for node in kept.nodes:
         is_cut = kept.is_cut and node is kept.nodes[-1]
-        start = node.end - len(node.turn.given) - len(node.turn.sampled)
+        start, num_sampled = start_of(node), kept.num_sampled(node)
         sampled_start = start + len(node.turn.given)
         turns.append(
             TurnSpan(
                 number=node.number,
                 start=start,
                 sampled_start=sampled_start,
-                end=sampled_start + kept.last_sampled if is_cut else node.end,
+                end=sampled_start + num_sampled,
                 finish_reason="length" if is_cut else node.turn.finish_reason,
                 masked=masked(node, seen, min_weight_version),
                 is_cut=is_cut,
@@ -154,17 +154,15 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
                 logprob_kind=_logprobs(node)[1],
                 weight_versions=node.turn.facts.weight_versions,
                 reward=_reward(node.turn.reward),
-                weight_spans=_first(node.turn.facts.weight_spans, kept.last_sampled if is_cut else None),
+                weight_spans=_first(node.turn.facts.weight_spans, num_sampled),
                 effort=dict(node.turn.facts.effort),
             )
         )
     return tuple(turns)
 
 
-def _first(spans: tuple[tuple[str, int], ...], num: int | None) -> tuple[tuple[str, int], ...]:
-    """The spans of the first `num` tokens; None: of all."""
-    if num is None:
-        return spans
+def _first(spans: tuple[tuple[str, int], ...], num: int) -> tuple[tuple[str, int], ...]:
+    """The spans of the first `num` tokens."""
     kept = []
     for name, length in spans:
         if num > 0:
@@ -184,9 +182,8 @@ def _sample(
     response_of: ResponseOf,
 ) -> Sample:
     nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
-    tokens = np.concatenate(
-        [np.asarray(part, np.int64) for node in nodes for part in (node.turn.given, node.turn.sampled)]
-    )
+    parts = [part for n in nodes for part in (n.turn.given, n.turn.sampled[: kept.num_sampled(n)])]
+    tokens = np.concatenate([np.asarray(part, np.int64) for part in parts])
     trained = [_logprobs(node)[0] if turn.num_trained else None for node, turn in zip(nodes, turns, strict=True)]
     has_both = all(_is_whole(node, node.turn.sampling_logprobs) for node in nodes)
     rewards = [turn.reward for turn in turns if turn.reward is not None]
