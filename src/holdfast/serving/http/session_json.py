@@ -88,7 +88,7 @@ async def trajectory_json(
             ],
             "metadata": {
                 "accumulated_token_ids": tip.ids(),
-                "max_trim_tokens": 0,
+                "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": _mismatch(tip, chat),
                 "control_tokens_spelled": num_control,
                 "tree": tree,
