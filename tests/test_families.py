@@ -130,9 +130,10 @@ class Talk:
             new = self.given()
             prompt = continuation.tail(history[-1], new, self.tools, start=len(self.messages), reply=reply)
             self.messages += new
-            assert prompt.num_trimmed <= continuation.max_trim_tokens
-            num_trimmed += prompt.num_trimmed
-            history = history[: len(history) - prompt.num_trimmed] + prompt.ids
+            trimmed = continuation.num_trimmed(history[-1])
+            assert trimmed <= continuation.max_trim_tokens
+            num_trimmed += trimmed
+            history = history[: len(history) - trimmed] + prompt.ids
         assert history == self.whole(prompt=True)
         return num_trimmed
 

@@ -27,7 +27,6 @@ class Prompt:
     ids: list[int]
     is_reasoning: bool
     num_control: int  # control tokens that the messages spelled out
-    num_trimmed: int = 0  # tokens at the end of the history that are left out before `ids`
 
 
 class Continuation:
@@ -77,10 +76,10 @@ class Continuation:
         start: int = 1,
         reply: Message | None = None,
     ) -> Prompt:
-        """What to append to a history that ends in `last_token`, for `messages` and the next generation prompt.
+        """What to append to the history for `messages` and the next generation prompt. The last reply was sampled up to
+        `last_token`, which may be trimmed; see `num_trimmed`.
 
-        `start` is the index of the first new message in the whole conversation, `reply` the message before it. Where
-        the model ended it with another token than the template renders, that token is trimmed.
+        `start` is the index of the first new message in the whole conversation, `reply` the message before it.
         """
         shown, tools = self._renderable(messages, tools, start)
         prefix = self._prefix(last_token, messages, reply, start)
@@ -92,14 +91,14 @@ class Continuation:
         ids = tail_ids(self._renderer, text, self._ends.boundaries)
         if not ids:
             raise ModelError(NO_END_OF_TURN)
-        is_ended = last_token == ids[0]
-        is_trimmed = not is_ended and self._ends.may_differ and last_token in self._ends.stops
+        is_ended = last_token == ids[0] and not self.num_trimmed(ids[0])
         num_control = self._renderer.count_control(messages)
-        return Prompt(ids[1:] if is_ended else ids, _opens_reasoning(text), num_control, int(is_trimmed))
+        return Prompt(ids[1:] if is_ended else ids, _opens_reasoning(text), num_control)
 
     def num_trimmed(self, last_token: int) -> int:
-        """How many tokens at the end of a reply that ends in `last_token` are left out when the chat goes on."""
-        return 0
+        """How many tokens at the end of a reply that was sampled up to `last_token` are not part of the history: the
+        template may render another end, and which one, only the next message tells."""
+        return int(self._ends.may_differ and last_token in self._ends.stops)
 
     def root(self, tools: Tools = (), variables: Variables | None = None) -> TemplateInputs:
         """The part of tools and variables that is fixed for the whole conversation."""

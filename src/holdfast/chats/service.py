@@ -273,7 +273,7 @@ class ChatService:
 
         def export() -> Export:
             told = {
-                "accumulated_token_ids": [*tip.ids(), *tip.turn.sampled[tip.turn.num_lasting :]],
+                "accumulated_token_ids": tip.ids(),
                 "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": mismatches(tip, chat),
             }

@@ -29,13 +29,14 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from holdfast.chats.samples.certificate import certify
-from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start, start_of
+from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start
 from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
 from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan, totals
 from holdfast.chats.tree import Node, Tree
@@ -136,15 +137,15 @@ def assemble(
 
 
 def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[TurnSpan, ...]:
-    turns = []
-    for node in kept.nodes:
-        is_cut = kept.is_cut and node is kept.nodes[-1]
-        start, num_sampled = start_of(node), kept.num_sampled(node)
-        sampled_start = start + len(node.turn.given)
+    turns: list[TurnSpan] = []
+    for node, after in zip_longest(kept.nodes, kept.nodes[1:]):
+        is_cut = kept.is_cut and after is None
+        num_sampled = _num_sampled(node, after) if after else kept.last_sampled
+        sampled_start = node.end - node.turn.num_lasting
         turns.append(
             TurnSpan(
                 number=node.number,
-                start=start,
+                start=turns[-1].end if turns else 0,
                 sampled_start=sampled_start,
                 end=sampled_start + num_sampled,
                 finish_reason="length" if is_cut else node.turn.finish_reason,
@@ -159,6 +160,14 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
             )
         )
     return tuple(turns)
+
+
+def _num_sampled(node: Node, after: Node) -> int:
+    """How many of a turn's sampled tokens are in a sample that goes on with `after`. A trimmed end that is given there
+    just so was sampled all the same."""
+    turn = node.turn
+    trimmed = turn.sampled[turn.num_lasting :]
+    return len(turn.sampled) if after.turn.given[: len(trimmed)] == trimmed else turn.num_lasting
 
 
 def _first(spans: tuple[tuple[str, int], ...], num: int) -> tuple[tuple[str, int], ...]:
@@ -182,7 +191,8 @@ def _sample(
     response_of: ResponseOf,
 ) -> Sample:
     nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
-    parts = [part for n in nodes for part in (n.turn.given, n.turn.sampled[: kept.num_sampled(n)])]
+    last = nodes[-1].turn
+    parts = [*(node.tokens() for node in nodes), last.sampled[last.num_lasting :]]
     tokens = np.concatenate([np.asarray(part, np.int64) for part in parts])
     trained = [_logprobs(node)[0] if turn.num_trained else None for node, turn in zip(nodes, turns, strict=True)]
     has_both = all(_is_whole(node, node.turn.sampling_logprobs) for node in nodes)

@@ -17,21 +17,6 @@ class Kept(NamedTuple):
     last_sampled: int
     is_cut: bool  # the last turn is not whole
 
-    def num_sampled(self, node: Node) -> int:
-        """How many sampled tokens of a turn there are: the last one ends as it was sampled, the others as the next one
-        goes on from them."""
-        return self.last_sampled if node is self.nodes[-1] else node.turn.num_lasting
-
-
-def start_of(node: Node) -> int:
-    """Where on its path the tokens begin that a turn was given."""
-    return node.parent.end if node.parent else 0
-
-
-def end_of(node: Node) -> int:
-    """Where on its path a turn ends with all that was sampled."""
-    return node.end + node.turn.facts.num_trimmed
-
 
 def branches(tree: Tree) -> list[list[Node]]:
     """All paths from the first turn to a leaf: depth first, siblings by number.
@@ -48,13 +33,13 @@ def cut(path: Sequence[Node], max_seq_len: int | None) -> Kept | None:
     A turn that crosses the limit is left out whole, so what a turn says of its end stays true. Only where nothing
     sampled would be left is the first turn that has any shortened, and then it says that it ended by length.
     """
-    whole = [node for node in path if max_seq_len is None or end_of(node) <= max_seq_len]
+    whole = [node for node in path if max_seq_len is None or node.end + node.turn.facts.num_trimmed <= max_seq_len]
     if any(node.turn.sampled for node in whole):
         return Kept(whole, len(whole[-1].turn.sampled), False)
     if max_seq_len is None or len(whole) == len(path):
         return None
     crossing = path[len(whole)]
-    room = max_seq_len - (end_of(crossing) - len(crossing.turn.sampled))
+    room = max_seq_len - (crossing.end - crossing.turn.num_lasting)
     return Kept([*whole, crossing], room, True) if room > 0 and crossing.turn.sampled else None
 
 

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.chats.samples.loss_mask import end_of
 from holdfast.chats.samples.sample import Rows
 from holdfast.chats.tree import Node
 from holdfast.errors import SamplesUnusable
@@ -51,7 +50,7 @@ def rows_of(
         text = _text(node, field, response_of)
         if text is None:
             continue
-        last = end_of(node) - 1
+        last = node.end + node.turn.facts.num_trimmed - 1
         rows = _shaped(_values(text, node, field), row_shape, node, field, wanted=shape)
         start = last - len(rows)
         if not 0 <= start <= covered:
@@ -99,7 +98,7 @@ def _shaped(
         if shape is not None and values.shape[1:] != shape:
             raise _unusable(node, field, f"has rows of shape {list(values.shape[1:])}, earlier turns {list(shape)}")
         return values
-    last = end_of(node) - 1
+    last = node.end + node.turn.facts.num_trimmed - 1
     width = int(np.prod(shape)) if shape is not None else values.size // max(1, last)
     num_rows = values.size // width if width else 0
     if num_rows * width != values.size or (shape is None and num_rows != (last if width else 0)):
