@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from holdfast.errors import ModelError, SnapshotMismatch
 from holdfast.generation import Sampled, SamplingParams, weight_spans
 from holdfast.models.architecture import from_hf_config
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.http import routes_weights
 from holdfast.sessions.journal.base import TokensSampled
 from holdfast.sessions.session_file import decode
 from holdfast.testing.fake_engine import FakeEngine
@@ -32,8 +34,9 @@ from tests import tiny
 from tests.driving import Array, run_chunks
 from tests.effort import THOROUGH
 from tests.engine_cases import HAS_MLX, HAS_NATIVE, StateWeights, random_tokens
-from tests.serving import SlowEngine, default_chat, serving, wordy_engine
-from tests.talking import chat_path, client_of, open_session, said, until
+from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
+from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
+from tests.test_relay import chatting
 from tests.transferring import downloaded
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8)
@@ -310,3 +313,59 @@ def _check_versions(tokens: Iterable[int], spans: Sequence[tuple[str, int]]) -> 
     for token, version in zip(tokens, versions, strict=True):
         assert _told(token) == version
         assert token < BASE + MIXED or version % 4 > 1  # computed again: no key of other weights was seen
+
+
+async def test_requests_that_cannot_be_carried_out_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may not, asks for what does not fit, sends too much, stalls, leaves, or comes second."""
+    (tmp_path / "keys").write_text("ann:a\nadmin:b\n")
+    (tmp_path / "uploads").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "uploads"))
+    monkeypatch.setattr(routes_weights, "_HEADER_BYTES", 1000)
+    options = {"keys_file": str(tmp_path / "keys"), "connection_timeout_s": 1}
+    file, query = {"content-type": "application/octet-stream"}, {"version": "2"}
+    path = str(_saved(tmp_path / "other.safetensors", {"model.norm.weight": torch.ones(3)}))
+    async with serving(_telling_engine(), default_chat(), **options) as server, client_of(server, "b") as admin:
+
+        async def refused(**request: Any) -> tuple[int, str]:
+            return refusal_of(await admin.post("/control/weights", **request))
+
+        async with client_of(server, "a") as ann:
+            response = await ann.post("/control/weights", json={"path": path, "version": "2"})
+            assert refusal_of(response) == (403, "forbidden")
+        wrong = await admin.post("/control/weights", json={"path": path, "version": "2"})
+        assert refusal_of(wrong) == (400, "invalid_argument")
+        assert "model.norm.weight" in wrong.text
+        for body in ({"path": path}, {"version": "2"}, {"path": path, "version": "2", "caches": "drop"}):
+            assert await refused(json=body) == (400, "invalid_argument")
+        assert await refused(content=b"", headers=file) == (400, "invalid_argument")  # no version
+        assert await refused(params=query, content=b"{}", headers=file) == (400, "invalid_argument")
+        assert await refused(params=query, content=b"x" * 2000, headers=file) == (413, "payload_too_large")
+        reader, writer = await _begun_upload(server)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+        _, writer = await _begun_upload(server)
+        busy = (409, "weights_busy")
+        await eventually(lambda: refused(json={"path": path, "version": "2"}), lambda answer: answer == busy)
+        writer.close()  # the client leaves
+        await eventually(lambda: refused(json={"path": path, "version": "2"}), lambda answer: answer[0] == 400)
+        assert not [*(tmp_path / "uploads").glob("holdfast-weights-*")]
+        engine = server.worker.engine
+        assert (engine.weight_version, engine.info.fingerprint) == ("", "fake")
+
+
+async def _begun_upload(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """An upload of which one byte of a hundred is sent."""
+    reader, writer = await asyncio.open_connection(*server.http.split(":"))
+    head = "POST /control/weights?version=2 HTTP/1.1\r\nhost: a\r\nauthorization: Bearer b\r\ncontent-length: 100\r\n"
+    writer.write(f"{head}content-type: application/octet-stream\r\n\r\nx".encode())
+    await writer.drain()
+    return reader, writer
+
+
+async def test_an_upstream_server_has_weights_of_its_own() -> None:
+    async with chatting() as (relay, _):
+        response = await relay.http.post("/control/weights", json={"path": "/w", "version": "2"})
+        assert refusal_of(response) == (501, "unimplemented")
+        assert "PUT /control/weight_version" in response.text
