@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from holdfast.engine.native.weights import WeightPacker
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.engine.torch.weights import StateDictReader
-from holdfast.engine.update import checked, open_update, write
+from holdfast.engine.update import checked, open_weights_at, write
 from holdfast.engine.worker import Worker
 from holdfast.errors import ModelError, SnapshotMismatch
 from holdfast.generation import Sampled, SamplingParams, weight_spans
@@ -83,7 +84,7 @@ def _saved(path: Path, state: State) -> Path:
 
 
 def _swap(engine: Engine, path: Path, version: str = "2", *, keeps_caches: bool = False) -> None:
-    write(engine, checked(*open_update(path, engine), engine), version=version, keeps_caches=keeps_caches)
+    write(engine, checked(open_weights_at(path, engine), engine), version=version, keeps_caches=keeps_caches)
 
 
 _NATIVE = [("native", "mistral", "float32"), ("native", "qwen2", "bfloat16"), ("native", "qwen3", "int8")]
@@ -151,6 +152,58 @@ def test_a_head_that_is_tied_must_stay_so(tmp_path: Path) -> None:
         _swap(engine, _saved(tmp_path / "other.safetensors", state | {"lm_head.weight": state["lm_head.weight"] + 1}))
 
 
+def _adapter(folder: Path, state: State, **config: Any) -> Path:
+    """A LoRA adapter as PEFT writes it."""
+    folder.mkdir()
+    facts = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(facts | config))
+    _saved(folder / "adapter_model.safetensors", {f"base_model.model.{name}": part for name, part in state.items()})
+    return folder
+
+
+def _parts(module: str, outputs: int, inputs: int, rank: int = 4) -> State:
+    return {
+        f"{module}.lora_A.weight": torch.randn(rank, inputs, generator=torch.manual_seed(3)),
+        f"{module}.lora_B.weight": torch.randn(outputs, rank, generator=torch.manual_seed(4)) * 0.1,
+    }
+
+
+def test_an_adapter_is_merged_into_the_model_that_was_loaded(tmp_path: Path) -> None:
+    state = _state("qwen3", 1)
+    query, up = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
+    parts = {name: _parts(name, *state[f"{name}.weight"].shape) for name in (query, up)}
+    engine = _engine("torch", "qwen3", "float32", state)
+    engine.base_weights = lambda: StateWeights(state)
+    for is_stabilised, scale in ((False, 8 / 4), (True, 8 / 2)):
+        path = _adapter(tmp_path / f"a{scale}", parts[query] | parts[up], use_rslora=is_stabilised)
+        _swap(engine, _saved(tmp_path / "part.safetensors", {"model.norm.weight": torch.ones(64)}))
+        _swap(engine, path)
+        merged = {
+            f"{name}.weight": state[f"{name}.weight"]
+            + scale * part[f"{name}.lora_B.weight"] @ part[f"{name}.lora_A.weight"]
+            for name, part in parts.items()
+        }
+        fresh = _engine("torch", "qwen3", "float32", state | merged)
+        np.testing.assert_allclose(_logits(engine), _logits(fresh), rtol=1e-4, atol=1e-4)
+    before = _logits(engine)
+    for number, (config, more, why) in enumerate(
+        (
+            ({"use_dora": True}, {}, "use_dora"),
+            ({"bias": "all"}, {}, "bias"),
+            ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+            ({"init_lora_weights": "pissa"}, {}, "init_lora_weights"),
+            ({"peft_type": "IA3"}, {}, "IA3"),
+            ({"lora_alpha": None}, {}, "lora_alpha|readable"),
+            ({}, {f"{up}.lora_magnitude_vector": torch.ones(2)}, "lora_magnitude_vector"),
+            ({}, _parts("model.layers.7.mlp.up_proj", 8, 8), r"layers\.7\.mlp\.up_proj\.weight"),
+            ({}, _parts(up, 96, 32), r"do not fit model\.layers\.1\.mlp\.up_proj\.weight"),
+        )
+    ):
+        with pytest.raises(ModelError, match=why):
+            _swap(engine, _adapter(tmp_path / f"wrong{number}", parts[query] | more, **config))
+    assert np.array_equal(_logits(engine), before)
+
+
 def _weight(folder: Path, number: int) -> Path:
     """The weights of a fake engine."""
     return _saved(folder / f"{number}.safetensors", {"weight": torch.tensor([float(number)])})
@@ -163,7 +216,7 @@ async def test_running_generations_go_on_with_new_weights_and_computed_caches(tm
     worker.start()
     params = SamplingParams(seed=3, max_tokens=60)
     sequence, tokens = await worker.open(sink=2), list[Sampled]()
-    update = checked(*open_update(_weight(tmp_path, 5), engine), engine)
+    update = checked(open_weights_at(_weight(tmp_path, 5), engine), engine)
     async with worker.generate(sequence, params, random_tokens(30, 64)) as stream:
         async for batch in stream:
             tokens += [event for event in batch if isinstance(event, Sampled)]
@@ -196,7 +249,7 @@ async def test_snapshots_fit_earlier_weights_only_where_caches_are_kept(tmp_path
     taken = await worker.snapshot(sequence)
 
     async def swap(number: int, *, keeps_caches: bool) -> str:
-        update = checked(*open_update(_weight(tmp_path, number), engine), engine)
+        update = checked(open_weights_at(_weight(tmp_path, number), engine), engine)
         await worker.load_weights(update, version=str(number), keeps_caches=keeps_caches)
         return engine.info.fingerprint
 
