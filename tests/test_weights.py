@@ -34,7 +34,7 @@ from holdfast.testing.fake_engine import FakeEngine
 from tests import tiny
 from tests.driving import Array, run_chunks
 from tests.effort import THOROUGH
-from tests.engine_cases import HAS_MLX, HAS_NATIVE, StateWeights, random_tokens
+from tests.engine_cases import HAS_MLX, HAS_NATIVE, random_tokens
 from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
 from tests.test_relay import chatting
@@ -66,12 +66,12 @@ def _engine(kind: str, family: str, dtype: str, state: State) -> Engine:
     arch = from_hf_config(_config(family))
     facts: dict[str, Any] = {"digest": "d", "num_slabs": 2, "shape": SHAPE, "dtype": dtype}
     if kind == "native":
-        return NativeEngine("tiny", arch, WeightPacker(StateWeights(state), arch, dtype).arrays(), **facts)
+        return NativeEngine("tiny", arch, WeightPacker(tiny.StateWeights(state), arch, dtype).arrays(), **facts)
     if kind == "torch":
         return TorchEngine("tiny", arch, StateDictReader(state), **facts)
     from holdfast.engine.mlx import MLXEngine
 
-    return MLXEngine("tiny", arch, StateWeights(state), **facts)
+    return MLXEngine("tiny", arch, tiny.StateWeights(state), **facts)
 
 
 def _logits(engine: Engine) -> Array:
@@ -173,7 +173,7 @@ def test_an_adapter_is_merged_into_the_model_that_was_loaded(tmp_path: Path) -> 
     query, up = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
     parts = {name: _parts(name, *state[f"{name}.weight"].shape) for name in (query, up)}
     engine = _engine("torch", "qwen3", "float32", state)
-    engine.base_weights = lambda: StateWeights(state)
+    engine.base_weights = lambda: tiny.StateWeights(state)
     for is_stabilised, scale in ((False, 8 / 4), (True, 8 / 2)):
         path = _adapter(tmp_path / f"a{scale}", parts[query] | parts[up], use_rslora=is_stabilised)
         _swap(engine, _saved(tmp_path / "part.safetensors", {"model.norm.weight": torch.ones(64)}))
