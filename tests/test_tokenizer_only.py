@@ -22,7 +22,7 @@ from holdfast.models.architecture import routing_of
 from holdfast.models.tiktoken_file import KIMI_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT
 from holdfast.testing.fake_servers import FakeSGLang
 from holdfast.testing.fake_upstream import FakeModel, Fault, flat_rows
-from tests.families import FAMILIES, VOCABULARIES, family_folder
+from tests.model_folders import FAMILIES, VOCABULARIES, family_folder
 from tests.test_serve import FREE, start
 
 FACTS = {  # vocabulary, context, routing

@@ -19,6 +19,7 @@ HoldfastError
 ├── ResponseNotFound         a response or conversation that is not, or no longer, kept
 ├── SessionNotFound          unknown, closed, expired or evicted
 ├── SessionBusy              one operation at a time
+├── WeightsBusy              other weights are being loaded
 ├── IdempotencyMismatch      a key that was used for another request
 ├── Paused                   a trainer has stopped new turns for now
 ├── HistoryConflict          the history is not as long as the caller expected
@@ -33,7 +34,8 @@ HoldfastError
 │   ├── UpstreamInvalid      it answered, but not with something that may be recorded
 │   ├── UpstreamUnreachable  no connection, or it broke off
 │   ├── UpstreamTimeout      no answer in time
-│   └── UpstreamAborted      it gave up on this generation; worth another try
+│   ├── UpstreamAborted      it gave up on this generation; worth another try
+│   └── UpstreamUnavailable  no upstream is there at this moment; nothing was sent
 ├── StorageUnavailable       something on record cannot be read, or is damaged
 │   └── JournalFailed        what should have been recorded was not; nothing of it is on record
 ├── Unimplemented            the wire has it, this build does not yet
@@ -189,6 +191,10 @@ class SessionBusy(HoldfastError):
         return {"turn_id": self.turn_id} if self.turn_id else {}
 
 
+class WeightsBusy(HoldfastError):
+    code = "weights_busy"
+
+
 class HistoryConflict(HoldfastError):
     code = "history_conflict"
 
@@ -277,6 +283,14 @@ class UpstreamAborted(UpstreamError):
     @property
     def details(self) -> dict[str, str]:
         return {"retry_after_s": str(self.retry_after_s)}
+
+
+class UpstreamUnavailable(UpstreamError):
+    code = "upstream_unavailable"
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"retry_after_s": "5"}
 
 
 class StorageUnavailable(HoldfastError):

@@ -1,7 +1,8 @@
 """Sampling parameters and the events of a generation. Shared by callers and backends."""
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -127,6 +128,13 @@ class Sampled:
     logprob: float
     sampling_logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    weight_version: str = ""  # of the weights that computed its logits
+
+
+def weight_spans(tokens: Iterable[Sampled]) -> tuple[tuple[str, int], ...]:
+    """Runs of tokens that the same weights sampled: their version and how many they are."""
+    runs = itertools.groupby(tokens, key=lambda token: token.weight_version)
+    return tuple((version, sum(1 for _ in run)) for version, run in runs)
 
 
 class StopReason(StrEnum):

@@ -1,16 +1,21 @@
 """Sessions on our own engine. The only place above the engine that imports it."""
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.engine import snapshot as snapshots
 from holdfast.engine.stream import Stream
+from holdfast.engine.update import checked, open_update
 from holdfast.engine.worker import Worker
 from holdfast.errors import Draining, SessionNotFound
 from holdfast.generation import Done, SamplingParams
 from holdfast.models import ModelSource
-from holdfast.sessions.ports import BackendView, ModelInfo
+from holdfast.sessions.ports import BackendView, ModelInfo, WeightsLoaded
 
 
 class EmbeddedBackend:
@@ -36,7 +41,15 @@ class EmbeddedBackend:
         return self._worker.failure
 
     @property
+    def not_ready(self) -> str | None:
+        return None
+
+    @property
     def model(self) -> ModelInfo:
+        """Its fingerprint changes with the weights."""
+        fingerprint = self._worker.engine.info.fingerprint
+        if self._model.fingerprint != fingerprint:
+            self._model = replace(self._model, fingerprint=fingerprint)
         return self._model
 
     @property
@@ -85,6 +98,20 @@ class EmbeddedBackend:
             inv2_violations=info.inv2_violations,
             failure=info.failure,
         )
+
+    async def label_weights(self, version: str) -> None:
+        await self._worker.label_weights(version)
+
+    @property
+    def max_weight_bytes(self) -> int:
+        return 4 * sum(map(math.prod, self._worker.engine.weight_shapes().values()))
+
+    async def load_weights(self, path: Path, *, version: str, keeps_caches: bool) -> WeightsLoaded:
+        """The tensors are read and checked in a thread, while generations go on; only writing them stops the engine."""
+        started, engine = time.perf_counter(), self._worker.engine
+        update = await asyncio.to_thread(lambda: checked(*open_update(path, engine), engine))
+        await self._worker.load_weights(update, version=version, keeps_caches=keeps_caches)
+        return WeightsLoaded(num_tensors=len(update.sums), duration_s=time.perf_counter() - started)
 
 
 def describe(source: ModelSource, config: EngineConfig, worker: Worker) -> ModelInfo:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from holdfast.chat.abilities import Abilities
 from holdfast.chat.chat_model import load_chat
-from holdfast.chat.template import Abilities
 from holdfast.cli import machine
 from holdfast.cli.machine import DataDirectory, Library, Memory
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
@@ -215,7 +215,9 @@ def check_server(server: ServeConfig, upstream: UpstreamConfig) -> list[Finding]
     try:
         check_upstream(server, upstream)
         if upstream.upstream:
-            findings.append(Finding("upstream", "ok", f"{server.backend} at {upstream.upstream}, not contacted"))
+            findings.append(
+                Finding("upstream", "ok", f"{server.backend} at {', '.join(upstream.upstreams)}, not contacted")
+            )
     except ConfigError as exc:
         findings.append(Finding("upstream", "problem", str(exc)))
     return findings

@@ -125,14 +125,16 @@ def run(arguments: argparse.Namespace) -> int:
             about = f"{engine.sessions} sessions of {engine.sink} + {engine.recent} tokens"
         else:
             remote = _remote(source, server, upstream, metrics)
-            backend, about = remote, f"by {server.backend} at {upstream.upstream}"
+            backend, about = remote, f"by {server.backend} at {', '.join(upstream.upstreams)}"
             if chat:
                 remote.sample = _sample(source, chat)
-                chat = replace(chat, upstream=Upstream(remote, remote.transport, parse_routes(upstream.passthrough)))
+                chat = replace(chat, upstream=Upstream(remote, parse_routes(upstream.passthrough)))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:
         doors = _banner(addresses, server, name, has_chat=chat is not None)
+        if backend.not_ready:
+            doors.append(f"  [yellow]{escape(backend.not_ready)}; it is tried again until it is[/]")
         banner = [title, *doors, "[dim]Ctrl-C drains and stops[/]"]
         console.print("\n".join(banner), soft_wrap=True)  # a wrapped command cannot be copied
 
@@ -183,7 +185,8 @@ def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, me
         chat_template_hash=source.chat_template_hash,
     )
     kind = SGLangBackend if server.backend == "sglang" else VLLMBackend
-    return kind(config, model, observe=metrics.observe_upstream)
+    routing = source.routing
+    return kind(config, model, metrics=metrics, routing=(routing.num_layers, routing.top_k) if routing else None)
 
 
 def _sample(source: ModelSource, chat: Chat) -> TokenSample | None:

@@ -6,7 +6,7 @@ An engine holds tensors and nothing else. `Slab` knows which positions a slab ho
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
-from holdfast.errors import InvalidArgument, NonFiniteLogits
+from holdfast.errors import InvalidArgument, NonFiniteLogits, Unimplemented
 from holdfast.generation import Sampled
 from holdfast.models import Architecture
 
@@ -38,6 +38,7 @@ class EngineInfo:
     kv_dtype: str  # "float32" or "bfloat16"
     kv_itemsize: int
     fingerprint: str  # of weights, dtype and rotary settings; snapshots fit only engines with the same one
+    dtype: str = "float32"  # of the weights
     row_invariant: bool = False  # whether a row's bits do not depend on the other rows of a batch
     row_cost: float = 0.25  # the time that one more row adds to a forward, relative to a forward of one row
 
@@ -79,6 +80,7 @@ def engine_info(
         kv_dtype=_CACHE_DTYPES[dtype],
         kv_itemsize=_ITEMSIZES[_CACHE_DTYPES[dtype]],
         fingerprint=hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(),
+        dtype=dtype,
         row_invariant=row_invariant,
         row_cost=row_cost,
     )
@@ -106,6 +108,9 @@ class Engine(ABC):
         self.info = info
         self.shape = shape
         self.num_slabs = num_slabs
+        self.weight_version = ""  # of the weights that the next forward computes with
+        self.loaded_fingerprint = info.fingerprint
+        self.kept_fingerprints: frozenset[str] = frozenset()  # of earlier weights whose snapshots still fit
 
     @property
     @abstractmethod
@@ -142,6 +147,14 @@ class Engine(ABC):
     @abstractmethod
     def clear_slab(self, slab: Slab) -> None:
         """Zero all cells, so that a failed computation leaves no NaN for the slab's next owner."""
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that `write_weight` takes, by their Hugging Face names."""
+        return {}
+
+    def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
+        """Convert a tensor, whose name and shape fit, as the loader does, and overwrite the one that is there."""
+        raise Unimplemented("the weights of this engine cannot be changed")
 
     def is_fatal(self, error: Exception) -> bool:
         """Whether the device is lost and nothing more can be computed on it in this process."""

@@ -41,7 +41,8 @@ class Run:
 
     @property
     def is_decoding(self) -> bool:
-        return bool(self.sampled) or (self.params is not None and self.num_to_compute == 1)
+        """Whether one token is left to compute; with new weights a run may have to compute its whole history again."""
+        return self.params is not None and self.num_to_compute == 1
 
     def allowed(self) -> Mask | None:
         """Which tokens may be sampled next; None: all. Raises ConstraintFailed where no token may.

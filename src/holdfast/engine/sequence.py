@@ -86,6 +86,11 @@ class Sequence:
         self.check()
         return 0 if is_free else length
 
+    def forget_cache(self) -> None:
+        """Nothing is computed from here on: the next run computes the whole history."""
+        self.slab.reset()
+        self._declared_tail, self._floor = len(self.tokens), 0
+
     def check(self) -> None:
         """INV-1: history minus slab is the declared tail. INV-2: the slab only goes back in a rewind."""
         if self.num_uncomputed != self._declared_tail or self._declared_tail < 0:

@@ -3,6 +3,7 @@
 import contextlib
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 from holdfast.engine import snapshot as snapshots
 from holdfast.engine.interface import Engine
@@ -13,6 +14,7 @@ from holdfast.engine.slab import Slab, SlabPool
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.speculation import Speculator
 from holdfast.engine.step import Outcome, step
+from holdfast.engine.update import WeightUpdate, write
 from holdfast.errors import HoldfastError, InvalidArgument, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Done, Sampled
 
@@ -148,8 +150,18 @@ class Sequences:
                 self._speculator.learn(work.run, len(work.draft), work.run.num_accepted - num)
         return len(plan.decode) + len(plan.prefill)
 
+    def load_weights(self, update: WeightUpdate, *, version: str, keeps_caches: bool) -> None:
+        """Compute with other weights from the next step on. Unless the caches are kept, every sequence computes its
+        history again, from the start, when it is next used; one that is running does so at once."""
+        write(self.engine, update, version=version, keeps_caches=keeps_caches)
+        for sequence in self._sequences.values() if not keeps_caches else ():
+            sequence.forget_cache()
+            self._publish(sequence)
+
     def _settle(self, outcome: Outcome) -> None:
         run, result = outcome
+        if isinstance(result, Sampled) and (version := self.engine.weight_version):
+            result = replace(result, weight_version=version)
         if isinstance(result, HoldfastError):
             self._end(run, Failed(result))
         elif isinstance(result, Sampled) and (reason := run.take(result)):

@@ -67,8 +67,9 @@ def take(engine: Engine, sequence: Sequence) -> Snapshot:
 def check(engine: Engine, snapshot: Snapshot, tokens: "array[int]") -> None:
     """Raise SnapshotMismatch, which names the difference, unless it fits this engine and this history."""
     header, info, shape = snapshot.header, engine.info, engine.shape
+    fingerprint = header.fingerprint if header.fingerprint in engine.kept_fingerprints else info.fingerprint
     for name, theirs, ours in (
-        ("model", header.fingerprint, info.fingerprint),
+        ("model", header.fingerprint, fingerprint),
         ("kv_dtype", header.kv_dtype, info.kv_dtype),
         ("recent", header.recent, shape.recent),
     ):

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import ModelError
-from holdfast.models import GGUFSource, HFSource, ModelSource, require_plain_weights
+from holdfast.models import Architecture, GGUFSource, HFSource, ModelSource, require_plain_weights
 
+_MAX_HEADER = 100 << 20  # bytes, as other readers of safetensors have it
 GROUP = 32  # weights along a row that share a scale in int8
 
 _DTYPES = {
@@ -61,35 +62,43 @@ class Checkpoint:
 
 
 class TensorFile:
-    """A memory-mapped safetensors file. Opening checks that it is complete; tensors are read when they are used."""
+    """A safetensors file. Opening checks that it is complete; tensors are read when they are used.
 
-    def __init__(self, path: Path) -> None:
+    A mapped file costs no memory of its own, but must not change while it is open.
+    """
+
+    def __init__(self, path: Path, *, is_mapped: bool = True) -> None:
+        self._path = path
         try:
             with path.open("rb") as file:
                 (size,) = struct.unpack("<Q", file.read(8))
-                if size > path.stat().st_size - 8:
+                num_bytes = path.stat().st_size - 8 - size
+                if num_bytes < 0 or size > _MAX_HEADER:
                     raise ValueError("the file ends inside its header")
                 header = json.loads(file.read(size))
-            # Copy on write, because torch accepts writable arrays only. Nothing is ever written.
-            self._bytes = np.asarray(np.memmap(path, np.uint8, "c", offset=8 + size))
+            self._start = 8 + size
+            # Copy on write: new weights may be written into the memory, but never into the file.
+            self._mapped = np.asarray(np.memmap(path, np.uint8, "c", offset=8 + size)) if is_mapped else None
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self._entries = header
-            self._check_offsets()
+            self._check_offsets(num_bytes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as exc:
             raise ModelError(f"{path} is truncated or damaged; download it again ({exc})") from exc
 
-    def _check_offsets(self) -> None:
+    def _check_offsets(self, num_bytes: int) -> None:
         """The tensors must fill the file from its header to its end, each with the bytes of its shape."""
         end = 0
         for name, entry in sorted(self._entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             first, last = entry["data_offsets"]
+            if not all(type(number) is int for number in (first, last, *entry["shape"])):
+                raise ValueError(f"the shape of the tensor {name} has a value that is not an integer")
             dtype = _DTYPES.get(entry["dtype"])
             size = last - first if dtype is None else math.prod(entry["shape"]) * np.dtype(dtype).itemsize
             if first != end or last != first + size or size < 0:
                 raise ValueError(f"the bytes of the tensor {name} do not fit its shape")
             end = last
-        if end != len(self._bytes):
-            raise ValueError(f"the tensors take {end} bytes, the file has {len(self._bytes)}")
+        if end != num_bytes:
+            raise ValueError(f"the tensors take {end} bytes, the file has {num_bytes}")
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +106,7 @@ class TensorFile:
 
     def checksum(self) -> int:
         """CRC-32 of all tensors. Reads the whole file."""
-        return zlib.crc32(self._bytes.data)
+        return zlib.crc32(self._read(0, None).data)
 
     def tensor(self, name: str) -> NDArray[np.generic]:
         entry = self._entries[name]
@@ -106,8 +115,46 @@ class TensorFile:
                 f"tensor {name} has type {entry['dtype']}, which is not supported; supported: {', '.join(_DTYPES)}"
             )
         first, last = entry["data_offsets"]
-        found = self._bytes[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        found = self._read(first, last).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         return np.require(found, requirements="A")  # old files are not aligned, which torch expects
+
+    def _read(self, first: int, last: int | None) -> NDArray[np.uint8]:
+        if self._mapped is not None:
+            return self._mapped[first:last]
+        try:
+            found = np.fromfile(self._path, np.uint8, -1 if last is None else last - first, offset=self._start + first)
+        except OSError as exc:
+            raise ModelError(f"{self._path} cannot be read: {exc}") from exc
+        if last is not None and len(found) < last - first:
+            raise ModelError(f"{self._path} became shorter while it was read")
+        return found
+
+
+def decoder_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """The tensors of a decoder by their Hugging Face names. A head that is tied to the embedding is none of them."""
+    hidden, mlp, dim = arch.hidden_size, arch.mlp_size, arch.head_dim
+    queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
+    projections = {"q": queries, "k": keys, "v": keys}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (arch.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not arch.has_tied_embeddings:
+        shapes["lm_head.weight"] = (arch.vocab_size, hidden)
+    for index in range(arch.num_layers):
+        at = f"model.layers.{index}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}.{name}.weight"] = (hidden,)
+        for name, size in projections.items():
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (size, hidden)
+            if arch.has_qkv_bias:
+                shapes[f"{at}.self_attn.{name}_proj.bias"] = (size,)
+        for name in ("q_norm", "k_norm") if arch.has_qk_norm else ():
+            shapes[f"{at}.self_attn.{name}.weight"] = (dim,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, queries)
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (mlp, hidden) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (hidden, mlp)
+    return shapes
 
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

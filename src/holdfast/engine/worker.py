@@ -26,7 +26,8 @@ from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.speculation import Speculator
 from holdfast.engine.step import as_holdfast_error
 from holdfast.engine.stream import EventDispatcher, Stream
-from holdfast.errors import Draining, HoldfastError, InvalidArgument, SessionNotFound
+from holdfast.engine.update import WeightUpdate
+from holdfast.errors import Draining, EngineDied, HoldfastError, InvalidArgument, SessionNotFound
 from holdfast.generation import Done, SamplingParams
 
 T = TypeVar("T")
@@ -141,9 +142,25 @@ class Worker:
     async def restore(self, snapshot: Snapshot, tokens: Tokens[int]) -> int:
         """Open a sequence that continues `tokens` from the snapshot's keys and values."""
         checked = checked_tokens(tokens, self.engine.info.vocab_size)
-        snapshots.check(self.engine, snapshot, checked)
         new_id = next(self._ids)
-        return await self._acquire(new_id, lambda: self._sequences.restore(new_id, snapshot, checked))
+
+        def restore() -> None:
+            snapshots.check(self.engine, snapshot, checked)  # here, where the weights cannot change meanwhile
+            self._sequences.restore(new_id, snapshot, checked)
+
+        return await self._acquire(new_id, restore)
+
+    async def load_weights(self, update: WeightUpdate, *, version: str, keeps_caches: bool) -> None:
+        """Overwrite the weights between two steps. No run ends; no step begins meanwhile."""
+        await self._call(lambda: self._sequences.load_weights(update, version=version, keeps_caches=keeps_caches))
+
+    async def label_weights(self, version: str) -> None:
+        """Tokens of the next steps carry this version; the weights stay."""
+
+        def label() -> None:
+            self.engine.weight_version = version
+
+        await self._call(label)
 
     async def tokens(self, sequence_id: int, first: int = 0) -> list[int]:
         """A copy of the history from position `first` on."""
@@ -169,7 +186,7 @@ class Worker:
             try:
                 future.set_result(action())
             except Exception as exc:
-                is_fatal = self.engine.is_fatal(exc)
+                is_fatal = isinstance(exc, EngineDied) or self.engine.is_fatal(exc)
                 if is_fatal:
                     self._begin_stop()  # before the caller learns of it: whatever it posts next is refused
                 future.set_exception(as_holdfast_error(exc))

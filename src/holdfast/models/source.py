@@ -29,6 +29,7 @@ class GGUFSource:
     name: str
     path: Path
     is_mlx_quantised: ClassVar[bool] = False
+    routing: ClassVar[Routing | None] = None  # no file of a mixture of experts can be loaded
 
     @cached_property
     def file(self) -> GGUFFile:

@@ -6,9 +6,10 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from holdfast.errors import InvalidArgument, SessionNotFound
+from holdfast.errors import InvalidArgument, SessionNotFound, WeightsBusy
 from holdfast.generation import Done, Event, SamplingParams
 from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import Parking, SlabCapacity, conversation_snapshot
@@ -24,7 +25,7 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.operations import Claim, Operations, RewindResult
-from holdfast.sessions.ports import Backend, ModelInfo
+from holdfast.sessions.ports import Backend, ModelInfo, WeightsLoaded
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.session import Session, SessionRegistry, new_session_id, opened, restored
@@ -61,6 +62,7 @@ class Runtime:
         self._on_removed = on_removed
         self.max_reply_tokens = max_reply_tokens  # 0: no limit
         self.journal: Journal = journal or NoJournal()
+        self._is_loading_weights = False
         self._quotas = quotas or OwnerQuotas()
         if self._quotas.counts_bytes:
             self._quotas.num_bytes.update(self.journal.num_bytes_by_owner())
@@ -330,6 +332,30 @@ class Runtime:
     async def close(self, session_id: str, owner: str) -> int:
         """Free everything; what runs is cancelled first. Returns the final history length."""
         return await self._remove(self._registry.get(session_id, owner), "closed")
+
+    @contextlib.contextmanager
+    def weights_claimed(self) -> Iterator[None]:
+        """Nobody else may load weights meanwhile. Raises WeightsBusy where someone does."""
+        if self._is_loading_weights:
+            raise WeightsBusy("other weights are being loaded; try again when that is done")
+        self._is_loading_weights = True
+        try:
+            yield
+        finally:
+            self._is_loading_weights = False
+
+    @property
+    def max_weight_bytes(self) -> int:
+        """The size of all weights in float32. Raises Unimplemented where they are another server's."""
+        return self._backend.max_weight_bytes
+
+    async def load_weights(self, path: Path, *, version: str, keeps_caches: bool) -> WeightsLoaded:
+        """As `Backend.load_weights`, for a caller that has claimed them."""
+        return await self._backend.load_weights(path, version=version, keeps_caches=keeps_caches)
+
+    async def label_weights(self, version: str) -> None:
+        """Tokens that our engine samples from now on carry this version."""
+        await self._backend.label_weights(version)
 
     async def reap(self) -> None:
         """Close sessions that have been idle for too long, for ever. A task of the server's."""

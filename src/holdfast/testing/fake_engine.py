@@ -2,6 +2,7 @@
 
 The fake's logits are a hash of exactly what its last token can see. A cell stores a token as its key and the token's
 position as its value, so reading a cell that was overwritten, or one cell too many, changes the logits completely.
+Its one weight is a small number that every value contains, so a cell tells which weights computed it.
 """
 
 import hashlib
@@ -15,10 +16,12 @@ from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.window import Window
 
 Logits = NDArray[np.float32]
+_POSITIONS = 1 << 16  # float32 has room for 256 weights of so many positions
 
 
 class FakeEngine(Engine):
     def __init__(self, *, num_slabs: int, shape: SlabShape, vocab_size: int = 64, fingerprint: str = "fake") -> None:
+        self.weight = 0
         self._cells = np.zeros((2, num_slabs, shape.capacity), dtype=np.float32)  # tokens, positions
         info = EngineInfo(
             name="fake",
@@ -41,7 +44,7 @@ class FakeEngine(Engine):
     def forward(self, rows: Sequence[Row]) -> Logits:
         for slab, tokens, _ in rows:
             for position, token in enumerate(tokens, start=slab.length):
-                self._cells[:, slab.slot, slab.cell(position)] = token, position
+                self._cells[:, slab.slot, slab.cell(position)] = token, self._value(position)
         queries = [
             (slab, slab.length + len(tokens) - 1 - back)
             for slab, tokens, num_logits in rows
@@ -56,6 +59,9 @@ class FakeEngine(Engine):
                 token, stored = self._cells[:, slab.slot, slab.cell(position)]
                 yield int(token), int(stored)
 
+    def _value(self, position: int) -> int:
+        return position + self.weight * _POSITIONS
+
     def _logits(self, seen: Iterable[tuple[int, int]]) -> Logits:
         digest = hashlib.blake2b(repr(list(seen)).encode(), digest_size=8).digest()
         source = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
@@ -65,7 +71,7 @@ class FakeEngine(Engine):
         """What `forward` must return for every position of `tokens`, computed from the list alone."""
         rows = []
         for query in range(len(tokens)):
-            rows.append(self._logits((tokens[p], p) for part in window.kept(query + 1) for p in part))
+            rows.append(self._logits((tokens[p], self._value(p)) for part in window.kept(query + 1) for p in part))
         return np.stack(rows)
 
     def read_logits(self, logits: Logits) -> Logits:
@@ -81,6 +87,12 @@ class FakeEngine(Engine):
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
         for part, content in zip(self._cells, kv, strict=True):
             part[slab.slot, _cells_of(slab, positions)] = content.reshape(-1)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (1,)}
+
+    def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
+        self.weight = int(tensor[0])
 
     def clear_slab(self, slab: Slab) -> None:
         self._cells[:, slab.slot] = 0

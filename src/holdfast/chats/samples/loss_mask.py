@@ -49,7 +49,8 @@ def masked(node: Node, already_trained: Collection[int], min_weight_version: int
         return Masked.SHARED
     if min_weight_version is None or not node.turn.sampled:
         return Masked.NO
-    for version in node.turn.facts.weight_versions:
+    facts = node.turn.facts
+    for version in [name for name, _ in facts.weight_spans] or facts.weight_versions:
         number = version_number(version)
         if number is None:
             has = f"weight version {version!r}" if version else "no weight version"

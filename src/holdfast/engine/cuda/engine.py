@@ -1,8 +1,10 @@
 """The engine on CUDA."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.engine.cuda.decoder import MOST_DECODED, Bucket, CudaDecoder, Inputs, Layout, lay_out
@@ -16,13 +18,13 @@ from holdfast.engine.cuda.graphs import (
     prompt_bucket,
     rounded,
 )
-from holdfast.engine.cuda.weights import load_cuda_weights
+from holdfast.engine.cuda.weights import load_cuda_weights, overwrite
 from holdfast.engine.interface import Row, engine_info
 from holdfast.engine.sampling import Pick
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch.engine import TensorEngine, require_cuda
-from holdfast.engine.torch.weights import TensorReader
-from holdfast.engine.weights import open_weights
+from holdfast.engine.torch.weights import TensorReader, from_numpy, tensor_places
+from holdfast.engine.weights import decoder_shapes, open_weights
 from holdfast.errors import InvalidArgument, NonFiniteLogits
 from holdfast.generation import Sampled
 from holdfast.models import Architecture, ModelSource
@@ -54,6 +56,8 @@ class CudaEngine(TensorEngine):
         with torch.inference_mode():
             weights = load_cuda_weights(reader, arch, dtype=dtype, device=place)
             super().__init__(info, shape=shape, num_slabs=num_slabs, device=place)
+        self._shapes, self._places = decoder_shapes(arch), tensor_places(weights, arch)
+        self._bias_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32  # to which biases are rounded
         self._decoder = CudaDecoder(arch, weights, self._slabs, shape, deterministic=deterministic)
         self._pool = GraphPool(self._device)
         self._forwards: dict[Bucket, BucketForward] = {}
@@ -64,6 +68,18 @@ class CudaEngine(TensorEngine):
     def weight_bytes_per_step(self) -> int:
         """The weights that one decoding step reads."""
         return self._decoder.weights.num_bytes_per_step
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    @torch.inference_mode()
+    def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
+        """At the same address, so that the graphs stay valid."""
+        fresh = from_numpy(tensor)
+        if name.endswith(".bias"):
+            fresh = fresh.to(self._bias_dtype)
+        for held, first in self._places[name]:
+            overwrite(held, first, fresh)
 
     def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:
         """Record the graphs of a prompt's chunk and of single-token steps with these numbers of rows.

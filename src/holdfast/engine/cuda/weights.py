@@ -62,6 +62,20 @@ def load_cuda_weights(reader: TensorReader, arch: Architecture, *, dtype: str, d
     )
 
 
+def overwrite(held: Tensor | Matrix, first: int, tensor: Tensor) -> None:
+    """Write rows from `first` on: the bits that `load_cuda_weights` gives, at the address where the old ones were."""
+    rows = slice(first, first + len(tensor))
+    if isinstance(held, Tensor):
+        held[rows].copy_(tensor)
+    elif held.scales is None:
+        held.values[rows].copy_(tensor)
+    else:
+        fresh = quantised(tensor.to(held.values.device))
+        assert fresh.scales is not None
+        held.values[rows].copy_(fresh.values)
+        held.scales[rows].copy_(fresh.scales)
+
+
 def quantised(weight: Tensor) -> Matrix:
     """The same bits as `engine.weights.quantise` gives on the host."""
     rows, columns = weight.shape

@@ -198,6 +198,20 @@ class MLXDecoder(nn.Module):
         logits: mx.array = trunk.embed_tokens.as_linear(x) if self._arch.has_tied_embeddings else self.lm_head(x)
         return logits
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Its parameters by name."""
+        parameters: Any = tree_flatten(self.parameters())
+        return {name: tuple(array.shape) for name, array in parameters}
+
+    def write(self, name: str, tensor: NDArray[np.generic]) -> None:
+        """Replace a parameter. Norms are float32, and so is the head: a bfloat16 logit is off by up to 1/16."""
+        head = "model.embed_tokens." if self._arch.has_tied_embeddings else "lm_head."
+        array = _from_numpy(tensor)
+        if mx.issubdtype(array.dtype, mx.floating):
+            array = array.astype(mx.float32 if "norm." in name or name.startswith(head) else self._dtype)
+        mx.eval(array)
+        self.load_weights([(name, array)], strict=False)
+
     def _rotation(self, positions: list[int]) -> Rotation:
         cos, sin = map(mx.array, rotary_tables(self._arch.inverse_frequencies, positions))
         return cos, sin
@@ -216,23 +230,13 @@ def _rotate(x: mx.array, rotation: Rotation) -> mx.array:
 
 
 def load_decoder(weights: WeightSource, arch: Architecture, *, dtype: mx.Dtype) -> MLXDecoder:
-    """A decoder with all its weights in memory; any thread may use it. Raises ModelError for a wrong shape.
-
-    Norms are float32, and so is the head: a bfloat16 logit is off by up to 1/16.
-    """
+    """A decoder with all its weights in memory; any thread may use it. Raises ModelError for a wrong shape."""
     decoder = MLXDecoder(arch, dtype)
     nn.quantize(decoder, class_predicate=lambda path, module: _quantisation(weights, path, module))
-    head = "model.embed_tokens." if arch.has_tied_embeddings else "lm_head."
-    loaded: list[tuple[str, mx.array]] = []
-    parameters: Any = tree_flatten(decoder.parameters())
-    for name, expected in parameters:
-        array = _from_numpy(weights.tensor(name))
-        check_shape(name, array.shape, expected.shape)
-        if mx.issubdtype(array.dtype, mx.floating):
-            array = array.astype(mx.float32 if "norm." in name or name.startswith(head) else dtype)
-        mx.eval(array)  # one at a time, so that only one is in memory twice
-        loaded.append((name, array))
-    decoder.load_weights(loaded)
+    for name, shape in decoder.shapes().items():
+        tensor = weights.tensor(name)
+        check_shape(name, tensor.shape, shape)
+        decoder.write(name, tensor)  # one at a time, so that only one is in memory twice
     return decoder
 
 

@@ -4,7 +4,7 @@ MLX is lazy, and what it has not computed yet belongs to the thread that asked f
 with `mx.eval`, so that a model can be loaded on one thread and used on another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -69,6 +69,12 @@ class MLXEngine(Engine):
         for slabs, bits in zip((self._slabs.keys, self._slabs.values), kv, strict=True):
             scatter(slabs[slab.slot], slab, positions, mx.array(bits).view(_DTYPES[self.info.kv_dtype]))
         mx.eval(self._slabs.of([slab.slot]))
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._decoder.shapes()
+
+    def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
+        self._decoder.write(name, tensor)
 
     def is_fatal(self, error: Exception) -> bool:
         """A failed Metal command buffer cannot be recovered; running out of memory before one is sent can."""

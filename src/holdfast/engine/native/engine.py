@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from holdfast.engine.batch import places
 from holdfast.engine.interface import Engine, KeysValues, Row, engine_info
 from holdfast.engine.native import library as native
-from holdfast.engine.native.weights import Arrays, packed_weights
+from holdfast.engine.native.weights import Arrays, packed_weights, tensor_places, write_tensor
 from holdfast.engine.sampling import Pick, not_finite, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
-from holdfast.engine.weights import GROUP, open_weights
+from holdfast.engine.weights import GROUP, decoder_shapes, open_weights
 from holdfast.errors import NonFiniteLogits
 from holdfast.generation import Sampled
 from holdfast.models import Architecture, ModelSource
@@ -62,6 +62,7 @@ class NativeEngine(Engine):
         # Filled and not only reserved, so that the memory is committed from the start.
         self._keys, self._values = (np.full(cells, 0, kind) for _ in range(2))
         self.arrays = arrays
+        self._tensor_shapes, self._tensor_places = decoder_shapes(arch), tensor_places(arch)
         self._held = _described(arch, arrays, dtype)  # keeps alive what the decoder points to
         slabs = native.SlabsStruct(
             self._keys.ctypes.data,
@@ -111,6 +112,12 @@ class NativeEngine(Engine):
     def clear_slab(self, slab: Slab) -> None:
         self._keys[:, slab.slot] = 0
         self._values[:, slab.slot] = 0
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._tensor_shapes
+
+    def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
+        write_tensor(self.arrays, self._tensor_places[name], tensor, self.info.dtype)
 
     def _draw(self, logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogits:
         params, row, drawn = pick.params, logits[pick.row], native.DrawnStruct()

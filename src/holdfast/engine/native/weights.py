@@ -9,18 +9,29 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.weights import GROUP, TensorFile, WeightSource, as_float32, check_shape, quantise
+from holdfast.engine.weights import (
+    GROUP,
+    TensorFile,
+    WeightSource,
+    as_float32,
+    check_groups,
+    check_shape,
+    decoder_shapes,
+    quantise,
+)
 from holdfast.errors import ModelError
 from holdfast.models import Architecture, ModelSource
 
 LANES = 16
 FORMAT = "blocks-of-16/1"
+_GROUP_BYTES = LANES * (2 + GROUP)  # int8: for each group of inputs 16 scales, then the values
+_PIECE = 1 << 18  # values that are converted at once: they stay in the cache of a core
 
 Arrays = Mapping[str, NDArray[np.generic]]
 Floats = NDArray[np.float32]
@@ -91,36 +102,43 @@ def to_bfloat16(values: Floats) -> NDArray[np.uint16]:
     return rounded
 
 
-def pack_matrix(weight: Floats, dtype: str) -> Bits:
-    """[blocks, bytes], an even number of blocks. Outputs beyond the last one are zero."""
-    outputs, inputs = weight.shape
-    if inputs % 2:
-        raise ModelError(f"the native engine needs an even number of inputs, got {inputs}")
-    whole = np.zeros((-(-outputs // (2 * LANES)) * 2 * LANES, inputs), np.float32)
-    whole[:outputs] = weight
-    num_blocks = len(whole) // LANES
-    if dtype == "int8":
-        values, scales = quantise(whole)
-        lanes_last = values.reshape(num_blocks, LANES, -1, GROUP).transpose(0, 2, 3, 1)
-        beside = scales.reshape(num_blocks, LANES, -1).transpose(0, 2, 1)
-        groups = [
-            np.ascontiguousarray(beside).view(np.uint8),
-            np.ascontiguousarray(lanes_last).reshape(num_blocks, -1, GROUP * LANES).view(np.uint8),
-        ]
-        return np.concatenate(groups, axis=2).reshape(num_blocks, -1)
-    turned = np.ascontiguousarray(whole.reshape(num_blocks, LANES, inputs).transpose(0, 2, 1))
-    return (to_bfloat16(turned) if dtype == "bfloat16" else turned).reshape(num_blocks, -1).view(np.uint8)
+@dataclass(frozen=True, slots=True)
+class PackedPlace:
+    """Where a tensor lies: in the array `array`, from its row `first` on. A gate has every second block of its array,
+    beginning with the first, `up` those between: `step` is 2, and `offset` says which. Vectors have no blocks."""
+
+    array: str
+    first: int = 0
+    step: int = 1
+    offset: int = 0
 
 
-def interleaved(gate: Floats, up: Floats) -> Floats:
-    """Sixteen rows of `gate`, sixteen of `up`, and so on, each padded with zeros to whole blocks."""
-    size, inputs = gate.shape
-    both = np.zeros((-(-size // LANES), 2, LANES, inputs), np.float32)
-    for index, part in enumerate((gate, up)):
-        padded = np.zeros((both.shape[0] * LANES, inputs), np.float32)
-        padded[:size] = part
-        both[:, index] = padded.reshape(-1, LANES, inputs)
-    return both.reshape(-1, inputs)
+def tensor_places(arch: Architecture) -> dict[str, PackedPlace]:
+    """The place of every tensor of a decoder by its Hugging Face name."""
+    dim = arch.head_dim
+    queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
+    firsts = {"q": 0, "k": queries, "v": queries + keys}
+    names = {
+        "input_layernorm.weight": PackedPlace("attention_norm"),
+        "post_attention_layernorm.weight": PackedPlace("mlp_norm"),
+        "self_attn.q_norm.weight": PackedPlace("query_norm"),
+        "self_attn.k_norm.weight": PackedPlace("key_norm"),
+        "self_attn.o_proj.weight": PackedPlace("output"),
+        "mlp.gate_proj.weight": PackedPlace("gate_up", step=2),
+        "mlp.up_proj.weight": PackedPlace("gate_up", step=2, offset=1),
+        "mlp.down_proj.weight": PackedPlace("down"),
+        **{f"self_attn.{name}_proj.weight": PackedPlace("qkv", first) for name, first in firsts.items()},
+        **{f"self_attn.{name}_proj.bias": PackedPlace("qkv_bias", first) for name, first in firsts.items()},
+    }
+    places = {
+        "model.norm.weight": PackedPlace("norm"),
+        "model.embed_tokens.weight": PackedPlace("embedding"),
+        "lm_head.weight": PackedPlace("head"),
+    }
+    for index in range(arch.num_layers):
+        for name, place in names.items():
+            places[f"model.layers.{index}.{name}"] = replace(place, array=f"{index}.{place.array}")
+    return {name: places[name] for name in decoder_shapes(arch)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,50 +150,76 @@ class WeightPacker:
     dtype: str
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """All arrays by name: matrices as blocks of bits, vectors as float32."""
-        arch = self.arch
-        arrays: dict[str, NDArray[np.generic]] = {
-            "norm": self._vector("model.norm.weight", arch.hidden_size),
-            "embedding": self._matrix("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size),
-        }
-        if not arch.has_tied_embeddings:
-            arrays["head"] = self._matrix("lm_head.weight", arch.vocab_size, arch.hidden_size)
-        for index in range(arch.num_layers):
-            arrays |= {f"{index}.{name}": array for name, array in self._layer(f"model.layers.{index}").items()}
+        """All arrays by name: matrices as blocks of bits, vectors as float32. What no output has is zero."""
+        shapes, places = decoder_shapes(self.arch), tensor_places(self.arch)
+        arrays: dict[str, NDArray[np.generic]] = {}
+        for array, sizes in _array_sizes(shapes, places).items():
+            arrays[array] = self._empty(*sizes)
+        for name, place in places.items():
+            tensor = self.weights.tensor(name)
+            check_shape(name, tensor.shape, shapes[name])
+            write_tensor(arrays, place, tensor, self.dtype)
         return arrays
 
-    def _layer(self, at: str) -> dict[str, NDArray[np.generic]]:
-        arch, hidden = self.arch, self.arch.hidden_size
-        dim, mlp = arch.head_dim, arch.mlp_size
-        queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
-        sizes = (("q", queries), ("k", keys), ("v", keys))
-        parts = [(f"{at}.self_attn.{name}_proj", size) for name, size in sizes]
-        layer: dict[str, NDArray[np.generic]] = {
-            "attention_norm": self._vector(f"{at}.input_layernorm.weight", hidden),
-            "mlp_norm": self._vector(f"{at}.post_attention_layernorm.weight", hidden),
-            "qkv": self._packed(np.concatenate([self._read(f"{name}.weight", size, hidden) for name, size in parts])),
-            "output": self._matrix(f"{at}.self_attn.o_proj.weight", hidden, queries),
-            "gate_up": self._packed(
-                interleaved(*(self._read(f"{at}.mlp.{part}_proj.weight", mlp, hidden) for part in ("gate", "up")))
-            ),
-            "down": self._matrix(f"{at}.mlp.down_proj.weight", hidden, mlp),
-        }
-        if arch.has_qkv_bias:
-            layer["qkv_bias"] = np.concatenate([self._read(f"{name}.bias", size) for name, size in parts])
-        if arch.has_qk_norm:
-            layer |= {f"{n}_norm": self._vector(f"{at}.self_attn.{n[0]}_norm.weight", dim) for n in ("query", "key")}
-        return layer
+    def _empty(self, num_blocks: int, inputs: int) -> NDArray[np.generic]:
+        """`num_blocks` blocks; a vector of that many values where there are no inputs."""
+        if not inputs:
+            return np.zeros(num_blocks, np.float32)
+        if inputs % 2:
+            raise ModelError(f"the native engine needs an even number of inputs, got {inputs}")
+        if self.dtype == "int8":
+            check_groups(inputs)
+            return np.zeros((num_blocks, inputs // GROUP * _GROUP_BYTES), np.uint8)
+        return np.zeros((num_blocks, inputs * LANES * (2 if self.dtype == "bfloat16" else 4)), np.uint8)
 
-    def _vector(self, name: str, size: int) -> Floats:
-        return self._read(name, size).copy()  # must not refer to the model's file
 
-    def _matrix(self, name: str, *shape: int) -> Bits:
-        return self._packed(self._read(name, *shape))
+def _array_sizes(
+    shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, PackedPlace]
+) -> dict[str, tuple[int, int]]:
+    """The blocks and inputs of every array; of a vector its values and 0."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, place in places.items():
+        rows, inputs = (*shapes[name], 0)[:2]
+        size = place.first + rows
+        if inputs:  # an even number of blocks
+            blocks = -(-size // LANES)
+            size = blocks * 2 if place.step == 2 else blocks + blocks % 2
+        sizes[place.array] = max(sizes.get(place.array, (0, 0)), (size, inputs))
+    return sizes
 
-    def _packed(self, weight: Floats) -> Bits:
-        return pack_matrix(weight, self.dtype)
 
-    def _read(self, name: str, *shape: int) -> Floats:
-        tensor = as_float32(self.weights.tensor(name))
-        check_shape(name, tensor.shape, shape)
-        return np.ascontiguousarray(tensor)
+def write_tensor(arrays: Arrays, place: PackedPlace, tensor: NDArray[np.generic], dtype: str) -> None:
+    """Convert a tensor, which has the right shape, and write it to its place; nothing else in the arrays changes."""
+    target = arrays[place.array]
+    if tensor.ndim == 1:
+        target[place.first : place.first + len(tensor)] = as_float32(tensor)
+        return
+    blocks = target[place.offset :: place.step]
+    step = max(LANES, _PIECE // tensor.shape[1] // LANES * LANES)
+    for first in range(0, len(tensor), step):
+        _write_rows(blocks, place.first + first, as_float32(tensor[first : first + step]), dtype)
+
+
+def _write_rows(blocks: NDArray[np.generic], first: int, weight: Floats, dtype: str) -> None:
+    """Write the outputs from `first` on: weight is [outputs, inputs]. The blocks that it begins and ends in may hold
+    others besides."""
+    parts: tuple[NDArray[np.generic], ...] = (weight,)
+    if dtype != "float32":
+        parts = quantise(weight) if dtype == "int8" else (to_bfloat16(weight),)
+    near, end = first // LANES, -(-(first + len(weight)) // LANES)
+    for lanes, part in zip(_lanes(blocks[near:end], dtype), parts, strict=True):
+        held = np.moveaxis(lanes, -1, 1)  # [blocks, 16, ...]
+        rows = np.ascontiguousarray(held).reshape(len(held) * LANES, -1)
+        rows[first - near * LANES :][: len(part)] = part
+        held[...] = rows.reshape(held.shape)
+
+
+def _lanes(blocks: NDArray[np.generic], dtype: str) -> tuple[NDArray[np.generic], ...]:
+    """Views of blocks with the 16 outputs last: [blocks, inputs, 16], of int8 the values and then the scales."""
+    num = len(blocks)
+    if dtype != "int8":
+        kind = np.uint16 if dtype == "bfloat16" else np.float32
+        return (blocks.view(kind).reshape(num, -1, LANES),)
+    groups = blocks.reshape(num, -1, _GROUP_BYTES)
+    scales, values = groups[:, :, : 2 * LANES], groups[:, :, 2 * LANES :]
+    return values.view(np.int8).reshape(num, -1, GROUP, LANES), scales.view(np.float16)

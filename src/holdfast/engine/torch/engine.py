@@ -1,6 +1,6 @@
 """The engine on PyTorch, and what it shares with the CUDA engine: slabs that are torch tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from holdfast.engine.batch import pack
 from holdfast.engine.interface import Engine, EngineInfo, KeysValues, Row, engine_info
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.torch.decoder import SlabTensors, TorchDecoder, TorchSlabAttention
-from holdfast.engine.torch.weights import TensorReader, load_weights
-from holdfast.engine.weights import open_weights
+from holdfast.engine.torch.weights import TensorReader, from_numpy, load_weights, tensor_places
+from holdfast.engine.weights import decoder_shapes, open_weights
 from holdfast.errors import InvalidArgument
 from holdfast.models import Architecture, ModelSource
 
@@ -73,8 +73,18 @@ class TorchEngine(TensorEngine):
     ) -> None:
         info = engine_info(name, arch, digest=digest, dtype=dtype, shape=shape)
         place = torch.device(device)
-        self._decoder = TorchDecoder(arch, load_weights(reader, arch, dtype=DTYPES[dtype], device=place))
+        weights = load_weights(reader, arch, dtype=DTYPES[dtype], device=place)
+        self._decoder = TorchDecoder(arch, weights)
+        self._shapes, self._places = decoder_shapes(arch), tensor_places(weights, arch)
         super().__init__(info, shape=shape, num_slabs=num_slabs, device=place)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    @torch.inference_mode()
+    def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
+        for held, first in self._places[name]:
+            held[first : first + len(tensor)].copy_(from_numpy(tensor))
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> Tensor:

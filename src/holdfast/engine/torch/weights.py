@@ -120,12 +120,44 @@ class WeightLoader:
 
     def _read(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         found = self._reader.tensor(name)
-        tensor = found if isinstance(found, Tensor) else _from_numpy(found)
+        tensor = found if isinstance(found, Tensor) else from_numpy(found)
         check_shape(name, tuple(tensor.shape), shape)
-        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+        converted = tensor.to(device=self._device, dtype=dtype or self._dtype)
+        return converted.clone() if converted is found else converted  # new weights must not change the reader's
 
 
-def _from_numpy(array: NDArray[np.generic]) -> Tensor:
+def tensor_places(weights: DecoderWeights[M], arch: Architecture) -> dict[str, list[tuple[Tensor | M, int]]]:
+    """For every tensor by its Hugging Face name what holds it, and its first row there. A tied head is held twice where
+    its dtype is another one."""
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    projections = {"q": 0, "k": queries, "v": queries + keys}
+    embedding = "model.embed_tokens.weight"
+    places: dict[str, list[tuple[Tensor | M, int]]] = {
+        "model.norm.weight": [(weights.norm, 0)],
+        embedding: [(weights.embedding, 0)],
+    }
+    if weights.head is not weights.embedding:
+        places.setdefault(embedding if arch.has_tied_embeddings else "lm_head.weight", []).append((weights.head, 0))
+    for index, layer in enumerate(weights.layers):
+        held: dict[str, tuple[Tensor | M | None, int]] = {
+            "input_layernorm.weight": (layer.attention_norm, 0),
+            "post_attention_layernorm.weight": (layer.mlp_norm, 0),
+            "self_attn.q_norm.weight": (layer.query_norm, 0),
+            "self_attn.k_norm.weight": (layer.key_norm, 0),
+            "self_attn.o_proj.weight": (layer.output, 0),
+            "mlp.gate_proj.weight": (layer.gate_up, 0),
+            "mlp.up_proj.weight": (layer.gate_up, arch.mlp_size),
+            "mlp.down_proj.weight": (layer.down, 0),
+            **{f"self_attn.{name}_proj.weight": (layer.qkv, first) for name, first in projections.items()},
+            **{f"self_attn.{name}_proj.bias": (layer.qkv_bias, first) for name, first in projections.items()},
+        }
+        for name, (holder, first) in held.items():
+            if holder is not None:
+                places[f"model.layers.{index}.{name}"] = [(holder, first)]
+    return places
+
+
+def from_numpy(array: NDArray[np.generic]) -> Tensor:
     """The same memory as a tensor; bfloat16 comes as 16-bit integers."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

@@ -4,16 +4,19 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from holdfast.backends.transport import carried, carried_headers
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
-from holdfast.serving.http.middleware import IMPORT_PATH, HttpMiddleware, owner_of
+from holdfast.serving.http.middleware import IMPORT_PATH, WEIGHTS_PATH, HttpMiddleware, owner_of
 from holdfast.serving.http.named_sessions import Endpoint, NamedSessions
 from holdfast.serving.http.openapi import document, index
 from holdfast.serving.http.response import StreamTimes
@@ -23,6 +26,7 @@ from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
 from holdfast.serving.http.routes_responses import SessionResponses, StatelessResponses
 from holdfast.serving.http.routes_sessions import METHODS, SessionRoutes, Upstream, UpstreamRoutes
+from holdfast.serving.http.routes_weights import load_weights
 from holdfast.serving.keys import Keys
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
@@ -50,8 +54,20 @@ def create_app(
     ]
     if chats is not None:
         routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream)
-    router = Router(routes, default=_not_found, redirect_slashes=False)
+    carrying = [Middleware(CarriedHeaders)] if upstream else []
+    router = Router(routes, default=_not_found, redirect_slashes=False, middleware=carrying)
     return HttpMiddleware(router, config, keys or Keys(), runtime.metrics)
+
+
+class CarriedHeaders:
+    """Lets harmless headers of a request, such as `traceparent`, go along to the upstream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        carried.set(carried_headers(Headers(scope=scope).items()))
+        await self._app(scope, receive, send)
 
 
 def _chat_routes(
@@ -65,11 +81,11 @@ def _chat_routes(
         "times": StreamTimes(config.stream_stall_s, config.stream_ping_s),
     }
     replies, store = StatelessReplies(runtime, setup.admission), ResponseStore()
-    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, runtime.metrics, store=store, **rules)
+    openai = OpenAIRoutes(setup.chat, runtime, replies, setup.grammars, store=store, **rules)
     sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, **rules)
     kept, recorded = StatelessResponses(store), SessionResponses(chats)
     by_header = NamedSessions(chats, config)
-    data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
+    data = DataRoutes(runtime, chats, transfers, config=config)
     control = ControlRoutes(chats)
 
     def on_session(endpoint: Endpoint) -> Endpoint:
@@ -124,6 +140,7 @@ def _chat_routes(
         Route(f"{one}/reward", sessions.reward, methods=["POST"]),
         Route("/control/pause", control.pause, methods=["POST"]),
         Route("/control/resume", control.resume, methods=["POST"]),
+        Route(WEIGHTS_PATH, load_weights(setup), methods=["POST"]),
         Route("/control/weight_version", control.weight_version, methods=["PUT"]),
         *rest,
     ]

@@ -80,6 +80,11 @@ DESCRIPTIONS = {
     "SamplesRequest.metadata": "Values that are added to the metadata of each sample.",
     "num_layers": "Layers of the model, which gives routed experts that came as flat rows their shape.",
     "format": "File format of the samples.",
+    "path": "File or directory on the server: safetensors, GGUF, or a LoRA adapter.",
+    "version": "Version of the weights, which each token that they sample carries.",
+    "caches": "`recompute`: histories are computed again with the new weights; `keep`: caches stay as they are.",
+    "weight_versions": "Whether weight versions are a list of names or, for each turn, spans of tokens. Default: "
+    "by --sample-weight-versions.",
     "weight_version": "Version of the weights, which is recorded with each turn from now on.",
 }
 

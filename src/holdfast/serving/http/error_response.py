@@ -20,6 +20,7 @@ STATUS = {
     "response_not_found": 404,
     "session_busy": 409,
     "history_conflict": 409,
+    "weights_busy": 409,
     "message_mismatch": 400,
     "invalid_argument": 400,
     "context_length_exceeded": 400,
@@ -37,6 +38,7 @@ STATUS = {
     "upstream_unreachable": 502,
     "upstream_timeout": 504,
     "upstream_aborted": 503,
+    "upstream_unavailable": 503,
     "idempotency_mismatch": 422,
     "samples_unusable": 422,
     "paused": 503,
@@ -53,6 +55,7 @@ _RETRY_AFTER_S = {
     "queue_timeout": 5,
     "quota_exceeded": 5,
     "session_busy": 1,
+    "weights_busy": 5,
     "draining": 5,
     "paused": 5,
 }

@@ -31,6 +31,7 @@ access = logging.getLogger("holdfast.access")
 
 OPEN_PATHS = ("/", "/health", "/healthz", "/readyz", "/metrics", "/openapi.json")
 IMPORT_PATH = "/sessions/import"
+WEIGHTS_PATH = "/control/weights"
 STATELESS_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499  # what nginx calls a client that left
@@ -91,10 +92,15 @@ class HttpMiddleware:
             )
             self.running.check_open()
         length = headers.get("content-length", "")
-        limit = self._import_limit if call.scope["path"] == IMPORT_PATH else self._limit
+        limit = self._limit_of(call.scope["path"], headers)
         if length.isdigit():
             limit.check(int(length))
         await self._route(call.scope, self._limited(call, limit), call.send)
+
+    def _limit_of(self, path: str, headers: Headers) -> "_Limit":
+        if path == WEIGHTS_PATH and is_file(headers):
+            return _MODEL_LIMIT
+        return self._import_limit if path == IMPORT_PATH else self._limit
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """With an application in the scope the router raises where it would answer in plain text."""
@@ -115,7 +121,7 @@ class HttpMiddleware:
     def _limited(self, call: "_Call", limit: "_Limit") -> Receive:
         received = 0
         is_logged = self._logs_bodies and limit is self._limit  # session files are no text
-        pace = Pace(self._patience_s) if limit is self._limit else None  # session files have their own
+        pace = None if limit is self._import_limit else Pace(self._patience_s)  # session files have their own
 
         async def receive() -> Message:
             nonlocal received, pace
@@ -176,6 +182,14 @@ class _Limit(NamedTuple):
     def check(self, num_bytes: int) -> None:
         if num_bytes > self.num_mb << 20:
             raise PayloadTooLarge(f"{self.what} is larger than {self.num_mb} MB ({self.flag})")
+
+
+_MODEL_LIMIT = _Limit(1 << 30, "the file of weights", "")  # the route knows how large the model is
+
+
+def is_file(headers: Headers) -> bool:
+    """Whether the body is a file rather than JSON."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/octet-stream"
 
 
 class _Call:

@@ -16,6 +16,7 @@ from holdfast.serving.http.schema import (
     Purge,
     Reward,
     SamplesRequest,
+    WeightsAtPath,
     WeightVersion,
 )
 from holdfast.sessions.view import MAX_PAGE, SessionState
@@ -50,8 +51,12 @@ _SHOWN = [
     _parameter("records", "`false`: only the shape of the tree, without messages and records"),
 ]
 _PAUSED = [_parameter("mode", "Running turns may end (`wait`), or not (`abort`)", enum=["wait", "abort"])]
+_NEW_WEIGHTS = [
+    _parameter("version", "Version of the weights, where the body is a safetensors file"),
+    _parameter("caches", "What becomes of caches, where the body is a file", enum=["recompute", "keep"]),
+]
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-_TYPES = (ChatCompletion, Completion, NewSession, Fork, Purge, Reward, SamplesRequest, WeightVersion)
+_TYPES = (ChatCompletion, Completion, NewSession, Fork, Purge, Reward, SamplesRequest, WeightVersion, WeightsAtPath)
 
 
 def _operation(about: str, *, body: type | None = None, status: int = 200, optional: bool = False) -> dict[str, Any]:
@@ -101,6 +106,12 @@ def _upload(about: str) -> dict[str, Any]:
     return _operation(about) | {"requestBody": {"required": True, "content": _FILE}}
 
 
+def _weights() -> dict[str, Any]:
+    operation = _operation("Replace weights of the model while it is served (admin)", body=WeightsAtPath)
+    operation["requestBody"]["content"] |= _FILE
+    return operation | {"parameters": _NEW_WEIGHTS}
+
+
 def _download(about: str) -> dict[str, Any]:
     operation = _operation(about)
     operation["responses"]["200"]["content"] = _FILE
@@ -148,6 +159,7 @@ def _paths() -> dict[str, Any]:
         "/v1/completions": {"post": _operation("Text completion, stateless", body=Completion)},
         "/control/pause": {"post": _operation("Pause: no new generation begins (admin)") | {"parameters": _PAUSED}},
         "/control/resume": {"post": _operation("Resume (admin)")},
+        "/control/weights": {"post": _weights()},
         "/control/weight_version": {
             "put": _operation("Set the weight version that is in use (admin)", body=WeightVersion)
         },

@@ -41,24 +41,26 @@ class ControlRoutes:
         self._chats = chats
 
     async def pause(self, request: Request) -> Response:
-        _check(request)
+        check_admin(request)
         mode = request.query_params.get("mode", "wait")
         if mode not in ("wait", "abort"):
             raise InvalidArgument(f"mode must be wait or abort, got {mode!r}", param="mode")
         return JSONResponse({"status": "paused", "running": self._chats.pause(abort=mode == "abort")})
 
     async def resume(self, request: Request) -> Response:
-        _check(request)
+        check_admin(request)
         self._chats.setup.admission.resume()
         return JSONResponse({"status": "running"})
 
     async def weight_version(self, request: Request) -> Response:
-        _check(request)
+        check_admin(request)
         body = decode(await request.body(), WeightVersion)
+        await self._chats.setup.runtime.label_weights(body.weight_version)
         self._chats.setup.weight_version = body.weight_version
         return JSONResponse({"weight_version": body.weight_version})
 
 
-def _check(request: Request) -> None:
+def check_admin(request: Request) -> None:
+    """Raises Forbidden where the caller may not control the server."""
     if not is_admin(owner_of(request)):
         raise Forbidden(f"this needs an API key of the owner {ADMIN!r}")

@@ -135,12 +135,24 @@ class WeightVersion(Struct, kw_only=True, forbid_unknown_fields=True):
     weight_version: Annotated[str, Meta(max_length=256)]
 
 
+class NewWeights(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Query parameters where the body is a file."""
+
+    version: Annotated[str, Meta(min_length=1, max_length=256)]
+    caches: Literal["keep", "recompute"] = "recompute"
+
+
+class WeightsAtPath(NewWeights):
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
 class SamplesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     branch: Literal["tip", "all"] = "tip"
     max_seq_len: _Count | None = None
     min_weight_version: Annotated[int, Meta(ge=0, le=2**62)] | None = None
     metadata: dict[str, Any] | None = None
     num_layers: _Count | None = None
+    weight_versions: Literal["names", "spans"] | None = None
     format: Literal["safetensors", "json", "parquet"] = "safetensors"
 
 
