@@ -1,5 +1,6 @@
 """Models by their id on the hub: the real `huggingface_hub` in front of a hub of our own."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,13 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.cli import main
+from holdfast.models import HFSource
 from holdfast.models.hub import HubModel, parse_id
+from holdfast.testing.fake_servers import FakeSGLang
+from holdfast.testing.fake_upstream import FakeModel
 from tests.fake_hub import FakeHub, Files, commit_of
+from tests.model_folders import VOCABULARIES
+from tests.test_serve import FREE, start
 
 TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}).encode()
 CONFIG = {
@@ -34,10 +42,16 @@ LURES = {  # nothing of this may be fetched
 NAMES = {"config.json", "tokenizer_config.json", "tokenizer.json"}
 DRIVER = """
 import json, sys, time
-from holdfast.cli import main
+from holdfast import cli, models
 time.sleep = lambda seconds: None  # the hub's package waits between two tries
+def open_tokenizer(name):
+    try:
+        source = models.open_model(name, tokenizer_only=True, may_fetch=False)
+        print(source.name, "has", source.vocab_size)
+    except models.source.ModelError as exc:
+        print(exc)
 for line in json.load(sys.stdin):
-    print("exit", main(line))
+    print("exit", cli.main(line) if len(line) > 1 else open_tokenizer(*line) or 0)
 """
 
 
@@ -139,26 +153,25 @@ def test_a_model_is_fetched_once_and_then_taken_from_the_cache(hub: FakeHub, tmp
 def test_a_tokenizer_alone_needs_no_weights(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "org/here").mkdir(parents=True)
     (tmp_path / "org/here/config.json").write_text('{"vocab_size": 7}')
-    before = ["--http", "", "--grpc", "127.0.0.1:0", "--backend", "sglang", "--upstream", "http://127.0.0.1:1"]
     done = _run(
         hub,
         tmp_path,
-        ["doctor", "org/sharded", *before],
+        ["org/sharded"],
         ["models", "pull", "org/sharded", "--tokenizer-only"],
-        ["doctor", "org/sharded", *before],
+        ["org/sharded"],
         ["models", "list"],
-        ["doctor", "org/here", *before],
+        ["org/here"],
         ["models", "pull", "org/sharded"],
         ["models", "rm", "org/sharded"],
         ["models", "rm", "org/sharded", "--yes"],
         ["models", "rm", "org/sharded", "--yes"],
     )
-    assert done.statuses == [1, 0, 0, 0, 0, 0, 2, 0, 2]
-    assert "run: holdfast models pull org/sharded" in done.out  # doctor fetches nothing
-    assert "org/sharded: a vocabulary of" in done.out
+    assert done.statuses == [0, 0, 0, 0, 0, 0, 2, 0, 2]
+    assert "org/sharded is not in the local cache of the hub; run: holdfast models pull org/sharded\nexit" in done.out
+    assert "org/sharded has 2\n" in done.out
     assert "without weights" in done.out
     assert "org/here is a directory here: it is used" in done.err
-    assert "here: a vocabulary of 7" in done.out
+    assert "here has 7\n" in done.out
     assert not hub.fetched() & LURES.keys()
     assert {name for name in hub.fetched() if name.endswith(".safetensors")} == {
         "model-00001-of-00002.safetensors",
@@ -225,3 +238,24 @@ def test_pull_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["models", "pull", "--help"])
     assert "ORG/NAME[@REVISION] on the hub" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+async def test_a_server_in_front_of_an_upstream_starts_offline_from_the_cache(tmp_path: Path) -> None:
+    package = VOCABULARIES / "tokenizer-qwen3/models"
+    content = {name: (package / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    with FakeHub({"org/qwen3": {"main": content}}) as hub:
+        pulled = _run(hub, tmp_path, ["models", "pull", "org/qwen3", "--tokenizer-only"])
+    assert pulled.statuses == [0], pulled.err
+    tokenizer = load_tokenizer(HFSource("x", package))
+    async with FakeSGLang(FakeModel(vocab_size=151_669, encode=tokenizer.encode)) as fake:
+        cached = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+        flags = ["org/qwen3", "--backend", "sglang", "--upstream", fake.url]
+        server = await asyncio.to_thread(start, *flags, options=FREE, env=cached)
+        try:
+            assert "org/qwen3 is served: by sglang" in server.banner
+            async with httpx.AsyncClient() as client:
+                (model,) = (await client.get(f"http://{server.http}/v1/models")).json()["data"]
+            assert model["id"] == "org/qwen3"
+        finally:
+            assert await asyncio.to_thread(server.stop) == 0
