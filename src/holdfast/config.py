@@ -217,7 +217,7 @@ class EngineConfig:
         choices=("auto", "none", "ngram", "draft_model"),
     )
     draft_length: int = option(7, "longest draft, in tokens; shorter ones are used where they are faster")
-    draft_model: str = option("", "model for --proposer draft_model, a path or a name; it needs the same vocabulary")
+    draft_model: str = option("", "model for --proposer draft_model, named as MODEL is; it needs the same vocabulary")
     lora: str = option("", "directory of a LoRA adapter (PEFT) that is merged into the model", metavar="DIR")
 
 

@@ -21,7 +21,7 @@ from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli.checks import require_fit
 from holdfast.cli.client import own_command
-from holdfast.cli.usage import HelpAll
+from holdfast.cli.usage import MODEL_HELP, HelpAll
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
@@ -76,7 +76,7 @@ def _add_flags(parser: argparse.ArgumentParser, shown: Container[str] | None = N
         "model",
         metavar="MODEL",
         nargs="?",
-        help=f"a bundled name, a GGUF file or a directory (default: {DEFAULT_MODEL})",
+        help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})",
     )
     hidden = argparse.SUPPRESS if shown else "the same as MODEL"
     parser.add_argument(
@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_free(address)
     upstream = from_arguments(UpstreamConfig, arguments)
     check_upstream(server, upstream)
+    source = open_model(name, tokenizer_only=server.backend != "embedded")  # may show a download's progress
     with console.status(f"loading {name}"):
-        source = open_model(name, tokenizer_only=server.backend != "embedded")
         metrics = Metrics()
         chat = _load_chat(source, from_arguments(ChatConfig, arguments), console) if server.http else None
         backend: ServedBackend
