@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from holdfast.backends.vllm import VLLMBackend
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
 from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault
+from tests.chaos import UpstreamProcess, chaos
 from tests.relaying import Relay, relaying
 from tests.serving import default_chat
 from tests.talking import as_events_text, chat_path, error_of, eventually, open_session, refusal_of, said, until
@@ -243,6 +245,21 @@ async def test_a_session_stays_with_one_of_several_moves_when_it_is_gone_and_com
             await until(lambda: relay.backend.servers.all[0].is_ready)
             fakes[one.url] = again
             assert await homes() == before
+
+
+async def test_agents_whose_upstream_is_killed_end_with_right_trajectories_and_no_turn_twice() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    upstream = UpstreamProcess([sys.executable, "-m", "tests.chaos", str(port)], url)
+    upstream.start()
+    try:
+        async with relay_to(url, kind=VLLMBackend, retry_aborted=1) as relay:
+            await until(lambda: relay.backend.not_ready is None)
+            report = await chaos(relay.http, upstream, num_agents=4, num_turns=3, num_kills=1, max_tokens=3)
+    finally:
+        upstream.kill()
+    assert report.problems == []
+    assert report.num_turns == 12
 
 
 async def test_upstreams_of_different_models_fail_the_start() -> None:
