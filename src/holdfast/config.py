@@ -253,6 +253,17 @@ class UpstreamConfig:
         0, "times that a request is sent again if the upstream aborted its reply or the connection broke"
     )
 
+    upstream_api: str = option(
+        "chat",
+        "how chat turns are generated: by the upstream's chat API with our token ids (chat), or from token ids alone, "
+        "with replies parsed here (generate), as SGLang's router needs it",
+        choices=("chat", "generate"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.upstream_api == "generate" and self.routing_replay != "off":
+            raise ConfigError("--routing-replay needs --upstream-api chat: token streams have no routed experts")
+
     @property
     def upstreams(self) -> tuple[str, ...]:
         """The URLs of all servers, each once."""

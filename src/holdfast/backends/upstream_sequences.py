@@ -113,7 +113,8 @@ class UpstreamSequences(ABC):
         params.check_vocabulary(self._model.vocab_size)
         if params.constraint is not None:
             raise InvalidArgument(
-                "response_format and forced tool calls need a chat session here, in which the upstream enforces them",
+                "response_format and forced tool calls need a chat session and --upstream-api chat here: "
+                "the upstream enforces them",
                 param="response_format",
             )
         if not (sequence.tokens or tokens):

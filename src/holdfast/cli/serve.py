@@ -125,7 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
             remote = _remote(source, server, upstream, metrics)
             backend, about = remote, f"by {server.backend} at {', '.join(upstream.upstreams)}"
             if chat:
-                chat = replace(chat, upstream=Upstream(remote, parse_routes(upstream.passthrough)))
+                routes, relays_chats = parse_routes(upstream.passthrough), upstream.upstream_api == "chat"
+                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:
