@@ -144,15 +144,16 @@ async def test_another_model_after_a_gap_is_not_used_until_the_first_is_back(cha
             assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 200
 
 
-async def test_a_503_counts_as_a_gap_only_where_the_health_check_fails_too() -> None:
+@pytest.mark.parametrize(("error", "in_gap"), [(503, 200), (500, 502)])
+async def test_an_error_counts_as_a_gap_only_where_the_health_check_fails_too(error: int, in_gap: int) -> None:
     async with FakeSGLang(fake_model()) as fake, relay_to(fake.url) as relay:
         session = await open_session(relay.http)
-        for health, status in ((200, 503), (404, 503), (503, 200)):
+        for health, status in ((200, error), (404, error), (503, in_gap)):
             fake.health_status = health
-            fake.faults.append(Fault(status=503, body=b"busy"))
+            fake.faults.append(Fault(status=error, body=b"the engine is dead"))
             answer = await relay.http.post(chat_path(session), json=said("Hi"))
             assert (health, answer.status_code) == (health, status)
-        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
+        assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 200
 
 
 def aborted(reply: dict[str, Any]) -> None:

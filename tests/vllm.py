@@ -89,9 +89,9 @@ def convert(target: Path) -> None:
         (target / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def run(url: str) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_upstream_contract.py", "-k", "real_vllm"]
-    return subprocess.run(command, env=os.environ | {URL_VARIABLE: url}, check=False).returncode
+def run_contract(name: str, variable: str, url: str) -> int:
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_upstream_contract.py", "-k", name]
+    return subprocess.run(command, env=os.environ | {variable: url}, check=False).returncode
 
 
 async def survive(model: Path, python: str, *, num_agents: int, num_turns: int, num_kills: int) -> Report:
@@ -144,7 +144,7 @@ def main() -> int:
             convert(Path(target))
             return 0
         case ["run", url]:
-            return run(url)
+            return run_contract("real_vllm", URL_VARIABLE, url)
     print(__doc__, INSTALL, START, sep="\n")
     return 2
 

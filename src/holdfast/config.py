@@ -277,6 +277,7 @@ VARIABLES = {  # every environment variable of ours: one for each setting, and t
     *("HOLDFAST_API_KEY", "HOLDFAST_SERVER"),
     "HOLDFAST_NATIVE",
     *("HOLDFAST_CONFORMANCE_SERVER", "HOLDFAST_REQUIRE_CONFORMANCE", "HOLDFAST_TEST_VLLM"),
+    "HOLDFAST_TEST_SGLANG",
 }
 _SECTIONS = {  # of the help, by the field that begins one
     "grpc": "addresses and security",

@@ -141,8 +141,8 @@ class UpstreamBackend(UpstreamSequences):
         try:
             answer = await server.transport.post(CHAT, sent, affinity(session_id))
             outcome = str(answer.status)
-            if answer.status == 503:
-                await self.servers.confirm(server)
+            if answer.status >= 500:
+                await self.servers.confirm(server, was_turned_away=answer.status == 503)
             checked = None
             if answer.status == 200:
                 checked = await self.decode_queue.decode(lambda: self._check(answer.body, asked), len(answer.body))

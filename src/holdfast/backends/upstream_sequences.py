@@ -250,12 +250,11 @@ class UpstreamStream:
             while piece is not None and not piece.sampled:
                 piece = await self._next()
             return piece
-        except Overloaded:
-            await self._servers.confirm(server)
-            raise
-        except UpstreamError:
+        except UpstreamError as exc:
             if self._source is not None:
                 self._source.close()
+            if isinstance(exc, Overloaded | UpstreamInvalid):
+                await self._servers.confirm(server, was_turned_away=isinstance(exc, Overloaded))
             raise
 
     async def __aexit__(
