@@ -265,6 +265,17 @@ class UpstreamConfig:
         0, "times that a request is sent again if the upstream aborted its reply or the connection broke"
     )
 
+    upstream_api: str = option(
+        "chat",
+        "how chat turns are generated: by the upstream's chat API with our token ids (chat), or from token ids alone, "
+        "with replies parsed here (generate), as SGLang's router needs it",
+        choices=("chat", "generate"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.upstream_api == "generate" and self.routing_replay != "off":
+            raise ConfigError("--routing-replay needs --upstream-api chat: token streams have no routed experts")
+
     @property
     def upstreams(self) -> tuple[str, ...]:
         """The URLs of all servers, each once."""
@@ -278,6 +289,7 @@ VARIABLES = {  # every environment variable of ours: one for each setting, and t
     *("HOLDFAST_API_KEY", "HOLDFAST_SERVER"),
     "HOLDFAST_NATIVE",
     *("HOLDFAST_CONFORMANCE_SERVER", "HOLDFAST_REQUIRE_CONFORMANCE", "HOLDFAST_TEST_VLLM"),
+    "HOLDFAST_TEST_SGLANG",
 }
 _SECTIONS = {  # of the help, by the field that begins one
     "grpc": "addresses and security",

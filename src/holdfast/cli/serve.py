@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
             backend, about = remote, f"by {server.backend} at {', '.join(upstream.upstreams)}"
             if chat:
                 remote.sample = _sample(source, chat)
-                chat = replace(chat, upstream=Upstream(remote, parse_routes(upstream.passthrough)))
+                routes, relays_chats = parse_routes(upstream.passthrough), upstream.upstream_api == "chat"
+                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:
