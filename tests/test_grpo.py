@@ -1,9 +1,11 @@
 """The loop that learns, examples/grpo.py: its trainer on a tiny model, and two steps of the whole."""
 
 import argparse
+import copy
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +41,34 @@ def _sample(tokens: list[int], mask: list[int]) -> Sample:
     )
 
 
-def _plain_logprobs(policy: Any, sample: Sample, temperature: float) -> list[float]:
-    with torch.no_grad():
-        logprobs = torch.log_softmax(policy(torch.tensor(sample.tokens)[None]).logits[0] / temperature, -1)
-    sampled = np.flatnonzero(sample.loss_mask) + sample.response_start
-    return [float(logprobs[at - 1, sample.tokens[at]]) for at in sampled]
+def _plain_logprobs(policy: Any, samples: Sequence[Sample], temperature: float) -> list[torch.Tensor]:
+    """Those of the sampled tokens, each sample computed alone."""
+    found = []
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens)
+        logprobs = torch.log_softmax(policy(tokens[None]).logits[0] / temperature, -1)
+        sampled = torch.tensor(np.flatnonzero(sample.loss_mask) + sample.response_start)
+        found.append(logprobs[sampled - 1, tokens[sampled]])
+    return found
 
 
 def test_the_trainer_of_the_loop_prefers_what_was_rewarded() -> None:
     grpo = _grpo()
-    policy = tiny.hf_model("llama").__class__(tiny.hf_model("llama").config)  # its own copy: this one is trained
-    options = argparse.Namespace(temperature=0.7, layers=2, learning_rate=1e-2)
-    trainer = grpo.Trainer(policy, options)
+    policy = copy.deepcopy(tiny.hf_model("llama"))
+    trainer = grpo.Trainer(policy, argparse.Namespace(temperature=0.7, layers=2, learning_rate=1e-2))
     samples = [_sample([5, 6, 7, 8, 9, 30, 31], [1, 1, 0, 1]), _sample([5, 6, 7, 40], [1])]
-    before = [_plain_logprobs(policy, sample, 0.7) for sample in samples]
-    np.testing.assert_allclose(trainer.logprobs(samples).detach(), np.concatenate(before), atol=1e-5)
+    before = _plain_logprobs(policy, samples, 0.7)
+    together, trained = trainer.logprobs(samples), list(trainer.trained.values())
+    torch.testing.assert_close(together, torch.cat(before))
+    torch.testing.assert_close(
+        torch.autograd.grad(together.sum(), trained), torch.autograd.grad(torch.cat(before).sum(), trained)
+    )
     for sample, logprobs in zip(samples, before, strict=True):
-        sample.rollout_log_probs[sample.loss_mask.astype(bool)] = logprobs
+        sample.rollout_log_probs[sample.loss_mask.astype(bool)] = logprobs.detach()
     assert trainer.step(samples, grpo.advantages_of([1.0, 0.0], 2)) < 1e-5
-    after = [_plain_logprobs(policy, sample, 0.7) for sample in samples]
-    assert sum(after[0]) > sum(before[0])
-    assert after[1] < before[1]
+    after = _plain_logprobs(policy, samples, 0.7)
+    assert after[0].sum() > before[0].sum()
+    assert after[1].sum() < before[1].sum()
     assert {name.split(".")[2] for name in trainer.trained} == {"1", "2"}
 
 

@@ -58,7 +58,8 @@ def load_policy(source: ModelSource, device: str = "cpu") -> Any:
     place, given = source.path, {}
     if isinstance(source, GGUFSource):
         place, given = source.path.parent, {"gguf_file": source.path.name}
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **given).to(device)
+    policy: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **given)
+    return policy.to(device)
 
 
 async def _measure(settings: MismatchSettings, results: Results) -> None:
@@ -167,7 +168,7 @@ SCENARIO = Scenario(
     about="logprobs on record compared with those of transformers in float32, by dtype",
     settings=MismatchSettings,
     quick={"rounds": 1, "texts": 2, "tokens": 16},
-    quick_s=40,
+    quick_s=50,
     num_rounds=lambda settings: settings.rounds * 2 * len(_DTYPES),
     measure=lambda settings, results: asyncio.run(_measure(settings, results)),
     judge=judge,
