@@ -431,6 +431,15 @@ async def test_differences_from_a_new_render_are_found_without_tokenizing_what_w
         monkeypatch.setattr(Tokenizer, "_encode", lambda *given: encoded.append(given[2]) or encode(*given))
         told = await client.info(session)
         monkeypatch.undo()
+        samples = (await client.http.post(f"/sessions/{session}/samples", json={"format": "json"})).json()
+    (difference,) = samples["session_metadata"]["tito_session_mismatch"]  # in the layout that miles reads
+    assert difference == {
+        "type": "assistant_text",
+        "segment_index": 4,
+        "expected_text": "assistant\nParis.",
+        "actual_text": f"assistant\n{THOUGHT}",
+        "detail": "",
+    }
     assert not any("question" in text for text in encoded)
     ids, found = told["metadata"]["accumulated_token_ids"], told["metadata"]["tito_session_mismatch"]
     rendered = chat.continuation.first(told["messages"]).ids

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.chat.template import Abilities
+from holdfast.chat.abilities import Abilities
 from holdfast.cli import machine, main
 from holdfast.cli.checks import (
     Device,

@@ -18,7 +18,7 @@ from holdfast.engine.torch import load_engine
 from holdfast.engine.weights import TensorFile, as_float32
 from holdfast.errors import ModelError
 from holdfast.models import BUNDLED, BundledModel, GGUFSource, HFSource, open_model, pull
-from holdfast.models import source as model_source
+from holdfast.models import bundled as model_source
 from holdfast.models.architecture import from_hf_config, rotary_frequencies
 from tests import tiny
 from tests.driving import difference, run_chunks

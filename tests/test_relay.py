@@ -8,12 +8,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import safetensors.numpy
 from yarl import URL
 
 from holdfast.backends.fields import DECISIVE
-from holdfast.errors import UpstreamInvalid
+from holdfast.chats.samples.formats import decode
+from holdfast.errors import ConfigError, UpstreamInvalid
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.sessions.payload import expert_rows
 from holdfast.sessions.ports import UpstreamReply
 from holdfast.testing.fake_servers import FakeSGLang
 from holdfast.testing.fake_upstream import DrawnToken, FakeModel, Fault, flat_rows
@@ -273,7 +277,8 @@ async def test_a_status_that_is_none_gets_an_answer_all_the_same() -> None:
     async with chatting() as (relay, _), await asyncio.start_server(answer, "127.0.0.1", 0) as odd:
         session = await open_session(relay.http)
         address = "{}:{}".format(*odd.sockets[0].getsockname())
-        relay.backend.transport._base = URL(f"http://{address}")
+        relay.backend.servers.all[0].transport._base = URL(f"http://{address}")
+        relay.backend.servers.lost = lambda server, why: None  # type: ignore[method-assign]  # it is not probed
         while statuses:
             for refused in (
                 await relay.http.post(chat_path(session), json=said("Hi")),
@@ -286,11 +291,11 @@ async def test_a_status_that_is_none_gets_an_answer_all_the_same() -> None:
 
 
 async def test_an_upstream_that_is_gone_is_told_without_its_address() -> None:
-    async with chatting() as (relay, _):
+    async with chatting(upstream_wait_s=0.0) as (relay, _):
         session = await open_session(relay.http)
-        relay.backend.transport._base = URL("http://127.0.0.1:1")
+        relay.backend.servers.all[0].transport._base = URL("http://127.0.0.1:1")
         gone = await relay.http.post(chat_path(session), json=said("Hi"))
-        assert (gone.status_code, error_of(gone)["code"]) == (502, "upstream_unreachable")
+        assert (gone.status_code, error_of(gone)["code"]) == (503, "upstream_unavailable")
         assert "127.0.0.1" not in gone.text
 
 
@@ -434,6 +439,94 @@ async def test_samples_are_never_spoiled_by_a_payload_that_does_not_fit() -> Non
         [sample] = samples.json()["samples"]
         num_rows, width = sample["rollout_routed_experts"]["shape"]
         assert (num_rows, width) == (len(sample["tokens"]) - 1, 6)
+
+
+async def test_routed_experts_have_layers_and_experts_per_token_where_a_setting_tells_them() -> None:
+    options = {"routed_experts": flat_rows, "routing_replay": "full"}
+    async with chatting(**options, routed_experts_shape="3,2") as (relay, _):
+        session = await open_session(relay.http)
+        await relay.http.post(chat_path(session), json=said("Hi"))
+        (sample,) = decode((await relay.http.post(f"/sessions/{session}/samples")).content).samples
+    rows = sample.rollout_routed_experts
+    assert rows is not None
+    assert rows.tolist() == np.arange((len(sample.tokens) - 1) * 6).reshape(-1, 3, 2).tolist()
+    for shape in ("4,2", "2,2"):
+        with pytest.raises(UpstreamInvalid, match=r"has \[6\] values for each token.*set --routed-experts-shape"):
+            async with chatting(**options, routed_experts_shape=shape):
+                pass
+    with pytest.raises(ConfigError, match="must be LAYERS,TOPK"):
+        async with chatting(**options, routed_experts_shape="48x8"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("row", "known", "found"),
+    [
+        ((6,), {}, (6,)),
+        ((3, 2), {}, (3, 2)),
+        ((6,), {"shape": (3, 2)}, (3, 2)),
+        ((3, 2), {"shape": (3, 2)}, (3, 2)),
+        ((3, 2), {"shape": (2, 3)}, None),
+        ((6,), {"routing": (3, 2)}, (3, 2)),
+        ((6,), {"routing": (2, 2)}, (3, 2)),  # the server counts a layer that does not route, too
+        ((6,), {"routing": (4, 2)}, None),
+        ((7,), {"routing": (3, 2)}, None),
+        ((3, 2), {"routing": (3, 4)}, None),
+    ],
+)
+def test_rows_of_routed_experts_fit_the_model_or_are_refused(row: Any, known: Any, found: Any) -> None:
+    if found is None:
+        with pytest.raises(ValueError, match="values for each token"):
+            expert_rows(row, **known)
+    else:
+        assert expert_rows(row, **known) == found
+
+
+async def test_samples_tell_the_driver_of_miles_what_it_reads() -> None:
+    counters = {"cached_tokens": 3, "spec_verify_ct": 2, "spec_draft_token_num": 8, "spec_accept_token_num": 5}
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http)
+        upstream.faults.append(Fault(edit=lambda reply: reply["choices"][0]["meta_info"].update(counters)))
+        first = (await relay.http.post(chat_path(session), json=said("Hi"))).json()
+        answer = first["choices"][0]["message"]["content"]
+        upstream.faults.append(
+            Fault(edit=lambda reply: reply["choices"][0]["meta_info"].update(cached_tokens="x", weight_version="8"))
+        )
+        await relay.http.post(chat_path(session), json=said("Hi", answer, "More"))
+        reply = await relay.http.post(f"/sessions/{session}/samples", json={"metadata": {"task": 1}})
+        spans = await relay.http.post(f"/sessions/{session}/samples", json={"weight_versions": "spans"})
+        records = (await relay.http.get(f"/sessions/{session}")).json()["records"]
+    tensors = safetensors.numpy.load(reply.content)
+    meta = json.loads(tensors["_samples_meta"].tobytes())
+    [sample] = meta["samples"]
+    assert sample["weight_versions"] == ["7", "8"]
+    assert (min(map(int, sample["weight_versions"])), len(set(sample["weight_versions"]))) == (7, 2)
+    num_sampled = first["usage"]["completion_tokens"]
+    assert sample["prefix_cache_info"] == {
+        "cached_tokens": 3,
+        "total_prompt_tokens": first["usage"]["prompt_tokens"],  # the second turn does not tell what was cached
+    }
+    assert sample["spec_info"] == {
+        "spec_accept_token_num": 5,
+        "spec_draft_token_num": 8,
+        "spec_verify_ct": 2,
+        "completion_token_num": num_sampled,
+    }
+    told = meta["session_metadata"]
+    assert told["accumulated_token_ids"] == tensors["tokens.0"].tolist()
+    assert told["max_trim_tokens"] == 0
+    assert isinstance(told["tito_session_mismatch"], list)
+    one, other = [turn["effort"] for turn in sample["turns"]]
+    assert {"prompt_tokens", "cached_tokens", "spec_steps", "queue_s", "total_s"} <= one.keys()
+    assert (one["spec_drafted"], one["spec_accepted"], one["cached_tokens"]) == (8, 5, 3)
+    assert "cached_tokens" not in other
+    assert [record["effort"] for record in records] == [one, other]
+    effort = sample["metadata"]["holdfast"]["effort"]
+    assert effort["prompt_tokens"] == one["prompt_tokens"] + other["prompt_tokens"]
+    assert sample["metadata"]["task"] == 1
+    [told_spans] = json.loads(safetensors.numpy.load(spans.content)["_samples_meta"].tobytes())["samples"]
+    start = first["usage"]["prompt_tokens"]
+    assert told_spans["weight_versions"][0] == [{"version": "7", "abs_start": start, "abs_end": start + num_sampled}]
 
 
 async def test_an_upstream_that_lacks_what_routing_replay_needs_fails_the_start() -> None:
@@ -646,4 +739,4 @@ async def test_upstream_requests_are_counted() -> None:
         upstream.faults.append(Fault(body=b"{}"))
         await relay.http.post(chat_path(session), json=said("Hi"))
         metrics = (await relay.http.get("/metrics")).text
-        assert 'holdfast_upstream_requests_total{outcome="upstream_invalid"} 1.0' in metrics
+        assert 'holdfast_upstream_requests_total{outcome="upstream_invalid",upstream="0"} 1.0' in metrics

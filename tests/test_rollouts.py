@@ -102,7 +102,11 @@ async def test_samples_of_a_tool_using_agent_are_what_the_upstream_really_saw(na
         session = await open_session(http, group="g1", label="agent", metadata={"task": "7"})
         await converse(http, engine, chat, session, 20)
         await http.post(f"/sessions/{session}/reward", json={"reward": 0.5})
-        (sample,) = (await fetch(http, session)).samples
+        export = await fetch(http, session)
+        (sample,) = export.samples
+        assert export.session_metadata["accumulated_token_ids"] == sample.tokens.tolist()
+        found = export.session_metadata["tito_session_mismatch"]
+        assert found == []
         records = (await http.get(f"/sessions/{session}")).json()["records"]
         assert len(records) == 20
         for record, seen in zip(records, engine.seen, strict=True):

@@ -1,5 +1,4 @@
-"""Samples against the plain truth: every token looked up in its turn, one by one. `python -m tests.test_samples`
-writes the golden file anew."""
+"""Samples against the plain truth: every token looked up in its turn, one by one."""
 
 import base64
 import contextlib
@@ -14,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -22,10 +20,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.chats.samples import assembly as assembling
+from holdfast.chats.samples import formats
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.certificate import certify, problems
 from holdfast.chats.samples.formats import Format, decode, encode, read_format
-from holdfast.chats.samples.sample import EmptyReason, Export, Masked, Sample, Status
+from holdfast.chats.samples.sample import EmptyReason, Export, Masked, Sample, Status, prefix_cache_info, spec_info
 from holdfast.chats.tree import Node, Tree
 from holdfast.cli import main
 from holdfast.errors import InvalidArgument, SamplesUnusable, Unimplemented
@@ -318,13 +317,15 @@ def _routing(tree: Tree, parent: Node, num_new: int) -> dict[str, str]:
     return {"routed_experts": _flat(rows, 6), "indexer_topk": json.dumps(np.zeros((rows, 3, 1), int).tolist())}
 
 
-def test_safetensors_are_the_golden_file() -> None:
-    assert encode(example()) == GOLDEN.read_bytes()
-    assert same(decode(GOLDEN.read_bytes()), without_record(example()))
+def test_a_file_of_version_1_is_read_and_its_certificates_hold() -> None:
+    read = decode(GOLDEN.read_bytes())
+    assert b"format_version" not in GOLDEN.read_bytes()
+    assert same(read, without_record(replace(example(), has_version_spans=True)))
+    assert problems(read) == []
 
 
-def test_the_golden_file_has_the_documented_layout_and_nothing_else() -> None:
-    tensors = safetensors.numpy.load(GOLDEN.read_bytes())
+def test_a_file_has_the_documented_layout_and_nothing_else() -> None:
+    tensors = safetensors.numpy.load(encode(example()))
     meta = json.loads(tensors.pop("_samples_meta").tobytes())
     assert {name: (array.dtype.name, array.shape) for name, array in tensors.items()} == {
         "tokens.0": ("int64", (7,)),
@@ -341,15 +342,13 @@ def test_the_golden_file_has_the_documented_layout_and_nothing_else() -> None:
     assert tensors["loss_mask.0"].tolist() == [1, 1, 0, 1]
     assert tensors["loss_mask.1"].tolist() == [0, 0, 0, 0, 1, 1]
     assert tensors["rollout_log_probs.1"].tolist() == [0, 0, 0, 0, -3.5, -3.5625]
-    assert list(meta) == ["samples", "session_metadata", "empty_reason"]
+    assert list(meta) == ["format_version", "samples", "session_metadata", "empty_reason"]
+    assert meta["format_version"] == 2
     assert meta["session_metadata"] == {"max_trim_tokens": 0}
     first, second = meta["samples"]
     for name in ("response", "response_length", "status", "weight_versions", "spec_info", "prefix_cache_info"):
         assert name in first  # what a miles driver looks up
-    assert first["weight_versions"] == [
-        [{"version": "3", "abs_start": 3, "abs_end": 5}],
-        [{"version": "4", "abs_start": 6, "abs_end": 7}],
-    ]
+    assert first["weight_versions"] == ["3", "4", "4"]  # the first turn began with 3 and ended with 4
     assert (first["reward"], second["reward"], first["nulls"]) == (0.25, None, [])
     assert (first["status"], second["status"]) == ("completed", "truncated")
     assert second["turns"][0]["masked"] == "shared"
@@ -479,6 +478,67 @@ def test_turns_of_old_weights_are_not_trained() -> None:
     assert sample.weight_versions == ("4", "10")
 
 
+def test_a_turn_of_several_versions_tells_each_of_them_and_which_tokens_it_sampled() -> None:
+    tree = Tree()
+    spans = (("3", 2), ("5", 1), ("4", 1))
+    node = attach(tree, tree.root, [1], [2, 3, 4, 5], weight_versions=("3", "4"), weight_spans=spans)
+    attach(tree, node, [6], [7], weight_versions=("", ""))
+    export = assemble(tree, Options(weight_versions="spans"))
+    (sample,) = export.samples
+    assert (sample.weight_versions, problems(export)) == (("3", "5"), [])
+    for form in Format:
+        for layout in (export, replace(export, has_version_spans=False)):
+            assert encode(decode(encode(layout, form)), form) == encode(layout, form)
+    whole = json.loads(encode(export, Format.JSON))["samples"][0]
+    assert whole["weight_versions"] == [
+        [
+            {"version": "3", "abs_start": 1, "abs_end": 3},
+            {"version": "5", "abs_start": 3, "abs_end": 4},
+            {"version": "4", "abs_start": 4, "abs_end": 5},
+        ],
+        [],
+    ]
+    plain = json.loads(encode(replace(export, has_version_spans=False), Format.JSON))["samples"][0]
+    assert plain["weight_versions"] == ["3", "5", "4"]
+    (cut,) = assemble(tree, Options(max_seq_len=4)).samples
+    assert (cut.turns[0].weight_spans, problems(Export(samples=(cut,)))) == ((("3", 2), ("5", 1)), [])
+    node.turn.facts = replace(node.turn.facts, weight_spans=(("4", 3), ("2", 1)), weight_versions=("4", "4"))
+    node.children.clear()
+    tree.tip = node
+    assert assemble(tree, Options(min_weight_version=3)).samples[0].turns[0].masked is Masked.STALE
+    short = replace(sample, turns=(replace(sample.turns[0], weight_spans=(("3", 1),)), sample.turns[1]))
+    assert any("weight_spans of turn 1" in problem for problem in problems(Export(samples=(certify(short),))))
+
+
+def test_effort_is_told_by_turn_and_in_all_and_counts_once_where_branches_share_a_turn() -> None:
+    tree = Tree()
+    effort = {"prompt_tokens": 4, "cached_tokens": 1, "total_s": 0.25}
+    first = attach(tree, tree.root, [1], [2], effort=effort)
+    attach(tree, first, [3], [4], effort=effort | {"spec_drafted": 7, "spec_accepted": 2, "spec_steps": 3})
+    attach(tree, first, [3], [4], effort={"prompt_tokens": 9})
+    export = assemble(tree, Options(branch="all"))
+    assert problems(export) == []
+    assert same(decode(encode(export)), without_record(export))
+    one, other = export.samples
+    totals = {"prompt_tokens": 8, "cached_tokens": 2, "total_s": 0.5, "spec_drafted": 7, "spec_accepted": 2}
+    assert one.metadata["holdfast"]["effort"] == totals | {"spec_steps": 3}
+    assert other.metadata["holdfast"]["effort"] == {"prompt_tokens": 9}
+    assert one.turns[0].effort == effort
+    assert (prefix_cache_info(one), prefix_cache_info(other)) == ({"cached_tokens": 2, "total_prompt_tokens": 8}, {})
+    assert spec_info(one)["completion_token_num"] == 1
+    changed = replace(one, turns=(replace(one.turns[0], effort={"prompt_tokens": 5}), one.turns[1]))
+    assert problems(Export(samples=(changed,))) == ["sample 0: turn 1 is not what was certified"]
+
+
+@pytest.mark.parametrize("form", Format)
+def test_a_file_of_a_later_version_is_refused(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "FORMAT_VERSION", 3)
+        later = encode(example(), form)
+    with pytest.raises(SamplesUnusable, match="its format_version is 3; this program knows 1 to 2"):
+        decode(later)
+
+
 @pytest.mark.parametrize(("version", "says"), [("", "no weight version"), ("main", "weight version 'main'")])
 def test_weights_without_an_order_cannot_be_asked_for_by_age(version: str, says: str) -> None:
     tree = Tree()
@@ -522,7 +582,9 @@ def test_rewards_are_the_sessions_or_the_sum_of_the_turns() -> None:
         assemble(tree, session=SessionFacts(reward=float("nan")))
 
 
-@pytest.mark.parametrize("wrong", [{"branch": "x"}, {"max_seq_len": 0}, {"max_seq_len": True}, {"num_layers": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"branch": "x"}, {"weight_versions": "x"}, {"max_seq_len": 0}, {"max_seq_len": True}, {"num_layers": 1.5}]
+)
 def test_options_that_cannot_be_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Options(**wrong)
@@ -708,8 +770,3 @@ def test_show_prints_a_row_for_each_sample(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_example_in_the_docstring_runs() -> None:
     assert doctest.testmod(assembling).failed == 0
-
-
-if __name__ == "__main__":
-    GOLDEN.write_bytes(encode(example()))
-    print(msgspec.json.format(safetensors.numpy.load(GOLDEN.read_bytes())["_samples_meta"].tobytes()).decode())

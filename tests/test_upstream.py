@@ -25,9 +25,11 @@ from holdfast.errors import (
     UpstreamAborted,
     UpstreamInvalid,
     UpstreamTimeout,
+    UpstreamUnavailable,
     UpstreamUnreachable,
 )
 from holdfast.generation import Event, Sampled
+from holdfast.metrics import Metrics
 from holdfast.serving.http.error_response import response_for
 from holdfast.sessions.ports import LogprobKind, UpstreamReply
 from holdfast.sessions.runtime import Runtime
@@ -201,8 +203,9 @@ async def test_a_server_that_is_not_there_is_unreachable() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    backend = SGLangBackend(UpstreamConfig(upstream=url), upstream_model_info(name="m", vocab_size=64))
-    with pytest.raises(UpstreamUnreachable):
+    config = UpstreamConfig(upstream=url, upstream_wait_s=0.0)
+    backend = SGLangBackend(config, upstream_model_info(name="m", vocab_size=64))
+    with pytest.raises(UpstreamUnavailable):
         await chat(backend)
     with pytest.raises(UpstreamUnreachable):
         await probe(backend)
@@ -253,17 +256,19 @@ async def test_no_more_connections_than_allowed() -> None:
 
 
 async def test_every_outcome_is_counted() -> None:
-    seen: list[str] = []
+    metrics = Metrics()
     async with FakeSGLang() as fake:
         model = upstream_model_info(name="m", vocab_size=64)
-        backend = SGLangBackend(UpstreamConfig(upstream=fake.url), model, observe=lambda code, _: seen.append(code))
+        backend = SGLangBackend(UpstreamConfig(upstream=fake.url), model, metrics=metrics)
         fake.faults.extend([Fault(), Fault(status=500, body=b""), Fault(body=b"x")])
         await chat(backend)
         await chat(backend)
         with pytest.raises(UpstreamInvalid):
             await chat(backend)
         await backend.aclose()
-    assert seen == ["200", "500", "upstream_invalid"]
+    (family,) = metrics.upstream_requests.collect()
+    counted = {one.labels["outcome"]: one.value for one in family.samples if one.name.endswith("_total")}
+    assert counted == {"200": 1, "500": 1, "upstream_invalid": 1}
 
 
 # Start-up
@@ -645,7 +650,7 @@ def test_a_route_that_is_none_is_refused(text: str) -> None:
 
 
 async def test_forwarding_filters_headers_both_ways() -> None:
-    async with FakeSGLang() as fake:
+    async with FakeSGLang(FakeModel(encode=lambda text: list(text.encode()))) as fake:
         transport = Transport(UpstreamConfig(upstream=fake.url, upstream_key="ours"))
         fake.faults.append(Fault(headers={"x-kept": "1", "connection": "x-hop", "x-hop": "1", "server": "s"}))
         sent = {

@@ -1,8 +1,13 @@
 """Weights that change while an engine runs: written in place, checked first, and known for every token."""
 
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,10 +20,21 @@ from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.engine.torch.weights import StateDictReader
 from holdfast.engine.update import checked, open_update, write
+from holdfast.engine.worker import Worker
+from holdfast.errors import ModelError, SnapshotMismatch
+from holdfast.generation import Sampled, SamplingParams, weight_spans
 from holdfast.models.architecture import from_hf_config
+from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.sessions.journal.base import TokensSampled
+from holdfast.sessions.session_file import decode
+from holdfast.testing.fake_engine import FakeEngine
 from tests import tiny
 from tests.driving import Array, run_chunks
+from tests.effort import THOROUGH
 from tests.engine_cases import HAS_MLX, HAS_NATIVE, StateWeights, random_tokens
+from tests.serving import SlowEngine, default_chat, serving, wordy_engine
+from tests.talking import chat_path, client_of, open_session, said, until
+from tests.transferring import downloaded
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8)
 State = dict[str, torch.Tensor]
@@ -94,3 +110,203 @@ def test_swapped_weights_are_bit_for_bit_those_of_a_fresh_engine(
     assert np.array_equal(_logits(engine), _logits(_engine(kind, family, dtype, new)))
     _swap(engine, _saved(tmp_path / "old.safetensors", old))
     assert np.array_equal(_logits(engine), before)
+
+
+WRONG: list[tuple[str, Callable[[State], object], str]] = [
+    ("a name", lambda state: state.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2)}), "model.layers.9.mlp"),
+    ("a shape", lambda state: state.update({"model.norm.weight": torch.ones(7)}), "model.norm.weight has shape"),
+    ("a nan", lambda state: state["model.layers.1.mlp.down_proj.weight"].fill_(torch.nan), "1.mlp.down_proj.weight"),
+    ("a huge value", lambda state: state["model.layers.1.mlp.down_proj.weight"].fill_(1e7), "too large"),
+    ("integers", lambda state: state.update({"model.norm.weight": torch.ones(64, dtype=torch.int32)}), "floating"),
+    ("no tensors", lambda state: state.clear(), "no tensors"),
+]
+
+
+@pytest.mark.skipif(not HAS_NATIVE, reason="no native engine")
+def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    engine = _engine("native", "qwen3", "int8", _state("qwen3", 1))
+    before = _logits(engine), engine.info
+    for what, spoil, why in WRONG:
+        state = _state("qwen3", 2)
+        spoil(state)
+        with pytest.raises(ModelError, match=why):
+            _swap(engine, _saved(tmp_path / f"{what}.safetensors", state))
+    (tmp_path / "cut").write_bytes((tmp_path / "a nan.safetensors").read_bytes()[:-1])
+    for path, why in ((tmp_path / "cut", "truncated"), (tmp_path / "none", "cannot read"), (tmp_path, "more than one")):
+        with pytest.raises(ModelError, match=why):
+            _swap(engine, path)
+    assert np.array_equal(_logits(engine), before[0])
+    assert (engine.info, engine.weight_version) == (before[1], "")
+
+
+def test_a_head_that_is_tied_must_stay_so(tmp_path: Path) -> None:
+    engine = _engine("torch", "qwen2", "float32", _state("qwen2", 1))
+    state = _state("qwen2", 2)
+    assert "lm_head.weight" in state  # it is taken where it is the same
+    _swap(engine, _saved(tmp_path / "same.safetensors", state))
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs"):
+        _swap(engine, _saved(tmp_path / "other.safetensors", state | {"lm_head.weight": state["lm_head.weight"] + 1}))
+
+
+def _weight(folder: Path, number: int) -> Path:
+    """The weights of a fake engine."""
+    return _saved(folder / f"{number}.safetensors", {"weight": torch.tensor([float(number)])})
+
+
+async def test_running_generations_go_on_with_new_weights_and_computed_caches(tmp_path: Path) -> None:
+    """What comes after the swap is what a sequence with that history samples that never knew the old weights."""
+    engine = FakeEngine(num_slabs=3, shape=SHAPE)
+    worker = Worker(engine)
+    worker.start()
+    params = SamplingParams(seed=3, max_tokens=60)
+    sequence, tokens = await worker.open(sink=2), list[Sampled]()
+    update = checked(*open_update(_weight(tmp_path, 5), engine), engine)
+    async with worker.generate(sequence, params, random_tokens(30, 64)) as stream:
+        async for batch in stream:
+            tokens += [event for event in batch if isinstance(event, Sampled)]
+            if len(tokens) >= 20 and not engine.weight:
+                await worker.load_weights(update, version="5", keeps_caches=False)
+    assert [version for version, _ in weight_spans(tokens)] == ["", "5"]
+    num_old = weight_spans(tokens)[0][1]
+    fresh = await worker.open(sink=2)
+    history = random_tokens(30, 64) + [token.token for token in tokens[:num_old]]
+    again = [event async for event in _sampled(worker, fresh, replace(params, max_tokens=60 - num_old), history)]
+    assert again == tokens[num_old:]
+    worker.stop()
+
+
+async def _sampled(worker: Worker, sequence: int, params: SamplingParams, tokens: list[int]) -> AsyncIterator[Sampled]:
+    async with worker.generate(sequence, params, tokens) as stream:
+        async for batch in stream:
+            for event in batch:
+                if isinstance(event, Sampled):
+                    yield event
+
+
+async def test_snapshots_fit_earlier_weights_only_where_caches_are_kept(tmp_path: Path) -> None:
+    engine = FakeEngine(num_slabs=4, shape=SHAPE)
+    worker = Worker(engine)
+    worker.start()
+    history = random_tokens(30, 64)
+    sequence = await worker.open(sink=2)
+    await worker.append(sequence, history)
+    taken = await worker.snapshot(sequence)
+
+    async def swap(number: int, *, keeps_caches: bool) -> str:
+        update = checked(*open_update(_weight(tmp_path, number), engine), engine)
+        await worker.load_weights(update, version=str(number), keeps_caches=keeps_caches)
+        return engine.info.fingerprint
+
+    kept = await swap(1, keeps_caches=True)
+    await worker.close(await worker.restore(taken, history))
+    computed = await swap(1, keeps_caches=False)
+    with pytest.raises(SnapshotMismatch, match="model"):
+        await worker.restore(taken, history)
+    assert worker.info(sequence).computed_length == 0
+    assert len({"fake", kept, computed, await swap(2, keeps_caches=False)}) == 4
+    assert await swap(1, keeps_caches=False) == computed  # the same weights have the same fingerprint again
+    worker.stop()
+
+
+# Over both endpoints
+
+BASE, MIXED = 2000, 1000
+
+
+class TellingEngine(SlowEngine):
+    """A fake whose tokens tell the weights that sampled them, and whether all keys that they saw are of these."""
+
+    def _logits(self, seen: Iterable[tuple[int, int]]) -> Array:
+        of_others = any(value // (1 << 16) != self.weight for _, value in seen)
+        logits = np.zeros(self.info.vocab_size, np.float32)
+        logits[BASE + self.weight + of_others * MIXED] = 100
+        return logits
+
+
+def _telling_engine() -> TellingEngine:
+    shape = SlabShape(recent=64, max_pin=48, prefill_chunk=64, rewind_tokens=32)
+    return TellingEngine(num_slabs=6, shape=shape, forward_s=0, vocab_size=wordy_engine().info.vocab_size)
+
+
+async def test_weights_change_under_load_and_every_token_has_the_right_version(tmp_path: Path) -> None:
+    """Streamed and whole chats, and gRPC; more sessions than slabs; by path and by upload, caches kept or not."""
+    num_swaps, options = 50 if THOROUGH else 4, {"max_parked": 8, "data_dir": str(tmp_path / "data")}
+    async with (
+        serving(_telling_engine(), default_chat(), weight_version="0", **options) as server,
+        client_of(server) as client,
+    ):
+        chats = [await open_session(client) for _ in range(8)]
+        created = [await server.stub.CreateSession(pb.CreateSessionRequest(token_ids=[1, 2, 3])) for _ in range(2)]
+        is_over, num_turns = asyncio.Event(), 0
+
+        async def chat(sessions: Sequence[str], *, is_streamed: bool) -> None:
+            nonlocal num_turns
+            for session in itertools.cycle(sessions):
+                if is_over.is_set():
+                    return
+                body = said("Hi", max_tokens=24, stream=is_streamed, temperature=1)
+                response = await client.post(chat_path(session), json=body)
+                assert response.status_code == 200, response.text
+                assert not is_streamed or "[DONE]" in response.text
+                num_turns += 1
+
+        async def generate(session: str) -> None:
+            nonlocal num_turns
+            while not is_over.is_set():
+                request = pb.TurnRequest(session_id=session, token_ids=[4, 5], max_tokens=24)
+                events = [event async for event in server.stub.Turn(request)]
+                assert events[-1].done.generated_token_count == 24
+                num_turns += 1
+
+        async with asyncio.TaskGroup() as group:
+            for index in range(4):
+                group.create_task(chat(chats[index::4], is_streamed=bool(index % 2)))
+            for one in created:
+                group.create_task(generate(one.session_id))
+            for number in range(1, num_swaps + 1):
+                before = num_turns
+                await until(lambda: num_turns > before)  # noqa: B023 - it is over when the next one begins
+                response = await _loaded(client, _weight(tmp_path, number), number)
+                assert response.status_code == 200, response.text
+                assert response.json()["num_tensors"] == 1
+            is_over.set()
+        ids = (*chats, *(one.session_id for one in created))
+        files = [decode(await downloaded(client, session, snapshot="false")) for session in ids]
+    for file in files:
+        for turn in file.turns:
+            versions = turn.facts.weight_versions
+            _check_versions(turn.sampled, turn.facts.weight_spans or ((versions[0], len(turn.sampled)),))
+            assert versions == (str(_told(turn.sampled[0])), str(_told(turn.sampled[-1])))
+        spans = [span for span in file.spans if isinstance(span, TokensSampled)]
+        for span in spans:
+            _check_versions(span.tokens, [(span.weight_version, len(span.tokens))])
+        assert file.turns or len({span.weight_version for span in spans}) > 2
+    async with serving(_telling_engine(), default_chat(), **options) as server, client_of(server) as client:
+        for session, file in zip(ids, files, strict=True):
+            assert decode(await downloaded(client, session, snapshot="false")).spans == file.spans
+            if file.turns:
+                response = await client.post(chat_path(session), json=said("Hi", temperature=1))
+                (token, *_) = decode(await downloaded(client, session, snapshot="false")).turns[-1].sampled
+                assert (response.status_code, token) == (200, BASE)  # no key of the weights before the restart
+
+
+async def _loaded(client: httpx.AsyncClient, path: Path, number: int) -> httpx.Response:
+    """By path and by upload in turns, and after two that compute the caches again two that keep them."""
+    wanted = {"version": str(number), "caches": "keep" if number % 4 > 1 else "recompute"}
+    if number % 2:
+        return await client.post("/control/weights", json={"path": str(path), **wanted})
+    headers = {"content-type": "application/octet-stream"}
+    content = await asyncio.to_thread(path.read_bytes)
+    return await client.post("/control/weights", params=wanted, content=content, headers=headers)
+
+
+def _told(token: int) -> int:
+    """The version that a token tells."""
+    return (token - BASE) % MIXED
+
+
+def _check_versions(tokens: Iterable[int], spans: Sequence[tuple[str, int]]) -> None:
+    versions = [int(version) for version, num in spans for _ in range(num)]
+    for token, version in zip(tokens, versions, strict=True):
+        assert _told(token) == version
+        assert token < BASE + MIXED or version % 4 > 1  # computed again: no key of other weights was seen

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
-from holdfast.backends.vllm import VLLMBackend
+from holdfast.backends.vllm import GENERATE, VLLMBackend
 from holdfast.config import UpstreamConfig
 from holdfast.generation import Done, Event, Sampled, SamplingParams
 from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
@@ -88,7 +88,8 @@ async def opened(name: str) -> AsyncIterator[Case]:
     prompt, too_long = [5, 9, 33, 7], [5] * 5000
     if name.startswith("real_vllm"):
         backend = VLLMBackend(UpstreamConfig(upstream=REAL_VLLM), upstream_model_info(name="ours", vocab_size=49152))
-        backend.has_generate = name == "real_vllm"
+        if name == "real_vllm_completions":
+            backend.servers.all[0].unserved.add(GENERATE)
         try:
             yield Case(backend, [1, 4093, 198, 2683, 354, 253, 1838], too_long, None)
         finally:

@@ -32,12 +32,15 @@ def option(
     aliases: tuple[str, ...] = (),
     least: int = 0,
     metavar: str = "",
+    is_list: bool = False,
 ) -> Any:
     """A dataclass field that is also a flag, an environment variable and a key of the config file.
 
-    `metavar`: what the help shows in place of a value, unless the name tells.
+    `metavar`: what the help shows in place of a value, unless the name tells. `is_list`: text of several values,
+    separated by commas; the flag may be given several times, and the key may be a list.
     """
     facts = {"help": help, "choices": choices, "aliases": aliases, "least": least, "metavar": metavar}
+    facts["is_list"] = is_list
     return dataclasses.field(default=default, metadata=facts)
 
 
@@ -123,6 +126,12 @@ class ServeConfig:
     backend: str = option("embedded", "where generation runs", choices=("embedded", "sglang", "vllm"))
     weight_version: str = option("", "version of the weights if the upstream reports none; can be changed later")
     pause_max_wait_s: float = option(60.0, "longest wait of a request while generation is paused, in seconds")
+    sample_weight_versions: str = option(
+        "names",
+        "how samples tell weight versions: a list of names (names), or for each turn spans of tokens (spans), "
+        "as later versions of miles read them",
+        choices=("names", "spans"),
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -215,11 +224,16 @@ class EngineConfig:
 class UpstreamConfig:
     """The SGLang or vLLM server that generates in place of the embedded engine."""
 
-    upstream: str = option("", "base URL of the SGLang or vLLM server, or of a router in front of several")
+    upstream: str = option(
+        "",
+        "base URL of the SGLang or vLLM server, or of a router in front of several; "
+        "may be given several times, for servers of the same model",
+        is_list=True,
+    )
     upstream_key: str = option("", "API key for the upstream; clients' own keys are never forwarded")
     upstream_extra: str = option("", "JSON object merged into every chat request to the upstream, e.g. a LoRA path")
     upstream_timeout_s: float = option(600.0, "longest time for one upstream request, in seconds", least=1)
-    upstream_connections: int = option(256, "largest number of connections to the upstream", least=1)
+    upstream_connections: int = option(256, "largest number of connections to one upstream", least=1)
     max_upstream_mb: int = option(256, "largest upstream response, in MB", least=1)
     routing_replay: str = option(
         "off",
@@ -238,6 +252,22 @@ class UpstreamConfig:
         "further request fields that sessions may send to the upstream, comma-separated; "
         "others are left out, or refused if they change what is sampled",
     )
+    routed_experts_shape: str = option(
+        "",
+        "layers and experts per token of routed experts that come as flat rows; empty: as in the model's config.json",
+        metavar="LAYERS,TOPK",
+    )
+    upstream_wait_s: float = option(
+        60.0, "longest wait of a request while no upstream is ready, in seconds; then it is 503"
+    )
+    retry_aborted: int = option(
+        0, "times that a request is sent again if the upstream aborted its reply or the connection broke"
+    )
+
+    @property
+    def upstreams(self) -> tuple[str, ...]:
+        """The URLs of all servers, each once."""
+        return tuple(dict.fromkeys(filter(None, (url.strip() for url in self.upstream.split(",")))))
 
 
 GROUPS: tuple[type[Any], ...] = (ServeConfig, ChatConfig, EngineConfig, UpstreamConfig)
@@ -313,11 +343,20 @@ def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]",
     group.add_argument(
         *names,
         dest=field.name,
+        action=_Joined if field.metadata["is_list"] else "store",
         type=type(field.default),
         choices=field.metadata["choices"],
         metavar=None if field.metadata["choices"] else metavar_of(field),
         help=shown,
     )
+
+
+class _Joined(argparse.Action):
+    """A flag that may be given several times: its values, separated by commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def flag_of(name: str) -> str:
@@ -381,6 +420,8 @@ def _from_file(fields: "tuple[dataclasses.Field[Any], ...]", path: Path) -> dict
 def _converted(field: "dataclasses.Field[Any]", value: Any, where: str) -> Any:
     """`value` as the field's type; text is parsed, anything else must already have the type."""
     kind: type[Any] = type(field.default)
+    if field.metadata["is_list"] and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        value = ",".join(value)
     try:
         converted = _PARSERS[kind](value) if isinstance(value, str) else value
     except (ValueError, KeyError):

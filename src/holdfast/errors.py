@@ -34,7 +34,8 @@ HoldfastError
 │   ├── UpstreamInvalid      it answered, but not with something that may be recorded
 │   ├── UpstreamUnreachable  no connection, or it broke off
 │   ├── UpstreamTimeout      no answer in time
-│   └── UpstreamAborted      it gave up on this generation; worth another try
+│   ├── UpstreamAborted      it gave up on this generation; worth another try
+│   └── UpstreamUnavailable  no upstream is there at this moment; nothing was sent
 ├── StorageUnavailable       something on record cannot be read, or is damaged
 │   └── JournalFailed        what should have been recorded was not; nothing of it is on record
 ├── Unimplemented            the wire has it, this build does not yet
@@ -282,6 +283,14 @@ class UpstreamAborted(UpstreamError):
     @property
     def details(self) -> dict[str, str]:
         return {"retry_after_s": str(self.retry_after_s)}
+
+
+class UpstreamUnavailable(UpstreamError):
+    code = "upstream_unavailable"
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"retry_after_s": "5"}
 
 
 class StorageUnavailable(HoldfastError):

@@ -20,8 +20,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        def gauge(name: str, about: str) -> Gauge:
-            return Gauge(name, about, namespace=_PREFIX, registry=self.registry)
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(name, about, labels, namespace=_PREFIX, registry=self.registry)
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(name, about, labels, namespace=_PREFIX, registry=self.registry)
@@ -66,8 +66,14 @@ class Metrics:
             "reason",
         )
         self.grpc_requests = counter("grpc_requests_total", "calls by method and result", "method", "code")
-        self.upstream_requests = counter("upstream_requests_total", "requests to the upstream by result", "outcome")
+        self.upstream_requests = counter(
+            "upstream_requests_total", "requests to upstreams by server and result", "upstream", "outcome"
+        )
         self.upstream_duration = histogram("upstream_duration_seconds", "from request to its whole reply", _SECONDS)
+        self.upstream_ready = gauge("upstream_ready", "1 where the server is used, 0 where it is gone", "upstream")
+        self.upstream_sent_again = counter(
+            "upstream_sent_again_total", "requests that were sent again after an abort or a broken connection", "reason"
+        )
         self.event_loop_lag = histogram("event_loop_lag_seconds", "how late the event loop runs", _SECONDS)
 
     def observe_ignored(self, paths: Iterable[str]) -> None:
@@ -75,8 +81,8 @@ class Metrics:
             name = path.rpartition(".")[2].partition("[")[0]
             self.ignored_fields.labels(name if name in _WELL_KNOWN else "other").inc()
 
-    def observe_upstream(self, outcome: str, duration_s: float) -> None:
-        self.upstream_requests.labels(outcome).inc()
+    def observe_upstream(self, upstream: int, outcome: str, duration_s: float) -> None:
+        self.upstream_requests.labels(str(upstream), outcome).inc()
         self.upstream_duration.observe(duration_s)
 
     def observe_step(self, num_sequences: int, duration_s: float) -> None:

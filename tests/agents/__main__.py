@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.agents.agent import Agent, install
+from tests.agents.agent import Agent, agents_folder, install
 from tests.agents.npm_agents import NPM_AGENTS
 from tests.agents.python_agents import PYTHON_AGENTS
 from tests.agents.runner import run
@@ -42,6 +42,10 @@ def main() -> int:
     if arguments.agent not in AGENTS:
         parser.error(f"no agent {arguments.agent!r}; there are {', '.join(AGENTS)}")
     agent, is_ok = AGENTS[arguments.agent], True
+    if unknown := set(arguments.what) - set(agent.scenarios):
+        parser.error(f"{agent.name} has no scenario {min(unknown)!r}; there are {', '.join(agent.scenarios)}")
+    if not (agents_folder() / agent.name).is_dir():
+        parser.error(f"{agent.name} is not installed; run: python -m tests.agents install {agent.name}")
     for scenario in arguments.what or agent.scenarios:
         print(f"== {agent.name} {scenario}", flush=True)
         result = asyncio.run(

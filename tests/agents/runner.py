@@ -82,14 +82,7 @@ async def run(
             if kind == "restart" and checks:
                 await server.restart()
             checks.append(await _ran(command, place, folder, agent.limit_s))
-        if kind in ("run", "header"):  # they have opened a session of their own
-            opened = (await _json(client, "GET", f"{server.url}/sessions"))["data"]
-            (session,) = [one["session_id"] for one in opened if one["session_id"] != session]
-        one = f"{server.url}/sessions/{session}"
-        state = await _json(client, "GET", f"{one}?branches=all")
-        samples = await _json(client, "POST", f"{one}/samples", {"format": "json", "branch": "all"})
-    (folder / "session.json").write_text(json.dumps(state))
-    (folder / "samples.json").write_text(json.dumps(samples))
+        state, samples = await _outcome(client, server.url, session, folder, is_own=kind in ("run", "header"))
     checks += [
         all_recorded(door, state, num_faults=_NUM_FAULTS.get(kind, 0)),
         same_ids(model, state),
@@ -100,7 +93,6 @@ async def run(
     ]
     for check in checks:
         print(f"{'ok  ' if check.is_ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
-    tree = state["metadata"]["tree"]
     result = {
         "agent": agent.name,
         "packages": list(agent.packages),
@@ -110,18 +102,39 @@ async def run(
         "seconds": round(time.time() - started, 1),
         "is_ok": all(check.is_ok for check in checks),
         "checks": {check.name: check.is_ok for check in checks},
-        "requests": len(door.turns),
-        "turns": len(tree),
-        "roots": sum(not turn["parent"] for turn in tree),
-        "leaves": num_leaves(tree),
+        **_figures(door, model, state["metadata"]["tree"]),
         "samples": len(samples["samples"]),
-        "edited": sum(bool(turn.get("edited")) for turn in tree),
-        "most_at_once": most_at_once(door.turns),
-        "first_prompt_tokens": len(model.exchanges[0]["input_ids"]) if model.exchanges else 0,
     }
     if record:
         write_recording(record, result, door.turns, folder)
     return result
+
+
+async def _outcome(
+    client: aiohttp.ClientSession, server: str, session: str, folder: Path, *, is_own: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The session and its samples, as the server tells them. `is_own`: the agent has opened another session itself."""
+    if is_own:
+        opened = (await _json(client, "GET", f"{server}/sessions"))["data"]
+        (session,) = [one["session_id"] for one in opened if one["session_id"] != session]
+    one = f"{server}/sessions/{session}"
+    state = await _json(client, "GET", f"{one}?branches=all")
+    samples = await _json(client, "POST", f"{one}/samples", {"format": "json", "branch": "all"})
+    (folder / "session.json").write_text(json.dumps(state))
+    (folder / "samples.json").write_text(json.dumps(samples))
+    return state, samples
+
+
+def _figures(door: Door, model: ScriptedModel, tree: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "requests": len(door.turns),
+        "turns": len(tree),
+        "roots": sum(not turn["parent"] for turn in tree),
+        "leaves": num_leaves(tree),
+        "edited": sum(bool(turn.get("edited")) for turn in tree),
+        "most_at_once": most_at_once(door.turns),
+        "first_prompt_tokens": len(model.exchanges[0]["input_ids"]) if model.exchanges else 0,
+    }
 
 
 async def _json(client: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> Any:

@@ -32,6 +32,7 @@ STATUS_OF_CODE = {
     "upstream_unreachable": Status.UNAVAILABLE,
     "upstream_timeout": Status.DEADLINE_EXCEEDED,
     "upstream_aborted": Status.UNAVAILABLE,
+    "upstream_unavailable": Status.UNAVAILABLE,
     "context_length_exceeded": Status.INVALID_ARGUMENT,
     "template_error": Status.INVALID_ARGUMENT,
     "idempotency_mismatch": Status.FAILED_PRECONDITION,

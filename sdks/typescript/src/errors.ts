@@ -19,6 +19,7 @@
  * ├── UpstreamUnreachable    the backend is not there
  * ├── UpstreamTimeout        the backend took too long
  * ├── UpstreamAborted        the backend gave up
+ * ├── UpstreamUnavailable    the backend is not there at this moment
  * ├── ContextLengthExceeded  the new tokens alone exceed the window
  * ├── TemplateError          the chat template cannot render this
  * ├── IdempotencyMismatch    one idempotency key, two requests
@@ -107,6 +108,9 @@ export class UpstreamTimeout extends HoldfastError {
 }
 export class UpstreamAborted extends HoldfastError {
   static override readonly code = "upstream_aborted";
+}
+export class UpstreamUnavailable extends HoldfastError {
+  static override readonly code = "upstream_unavailable";
 }
 export class ContextLengthExceeded extends HoldfastError {
   static override readonly code = "context_length_exceeded";

@@ -23,6 +23,7 @@ const table: [string, status, new (message: string) => sdk.HoldfastError][] = [
   ["upstream_unreachable", status.UNAVAILABLE, sdk.UpstreamUnreachable],
   ["upstream_timeout", status.DEADLINE_EXCEEDED, sdk.UpstreamTimeout],
   ["upstream_aborted", status.UNAVAILABLE, sdk.UpstreamAborted],
+  ["upstream_unavailable", status.UNAVAILABLE, sdk.UpstreamUnavailable],
   ["context_length_exceeded", status.INVALID_ARGUMENT, sdk.ContextLengthExceeded],
   ["template_error", status.INVALID_ARGUMENT, sdk.TemplateError],
   ["idempotency_mismatch", status.ABORTED, sdk.IdempotencyMismatch],

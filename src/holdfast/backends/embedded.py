@@ -41,6 +41,10 @@ class EmbeddedBackend:
         return self._worker.failure
 
     @property
+    def not_ready(self) -> str | None:
+        return None
+
+    @property
     def model(self) -> ModelInfo:
         """Its fingerprint changes with the weights."""
         fingerprint = self._worker.engine.info.fingerprint

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from holdfast.backends.servers import Server
 from holdfast.backends.upstream import UpstreamBackend, read_event, sampling_fields, with_logprobs
 from holdfast.backends.upstream_sequences import Opened, StreamPiece
 from holdfast.backends.validation import (
@@ -36,7 +37,9 @@ class SGLangBackend(UpstreamBackend):
             fields |= {"return_routed_experts": True, "routed_experts_start_len": min(start, len(input_ids))}
         return fields
 
-    async def _open_stream(self, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]) -> Opened:
+    async def _open_stream(
+        self, server: Server, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]
+    ) -> Opened:
         request = {
             "input_ids": prompt,
             "sampling_params": _sampling(params),
@@ -45,18 +48,18 @@ class SGLangBackend(UpstreamBackend):
             "top_logprobs_num": params.top_logprobs,
             "stream": True,
         }
-        events = await self.transport.stream(GENERATE, request | self._extra, headers)
+        events = await server.transport.stream(GENERATE, request | self._extra, headers)
         reader = SGLangReader(vocab_size=self._model.vocab_size, prompt=prompt, num_top=params.top_logprobs)
         return events, reader
 
-    async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
+    async def best_logprobs(self, server: Server, prompt: list[int], temperature: float) -> list[float]:
         request = {
             "input_ids": prompt,
             "sampling_params": {"temperature": temperature, "max_new_tokens": 1},
             "return_logprob": True,
             "top_logprobs_num": 2,
         }
-        tops = (await self._ask(GENERATE, request, _EVENT)).meta_info.output_top_logprobs
+        tops = (await self._ask(server, GENERATE, request, _EVENT)).meta_info.output_top_logprobs
         return [entry.logprob for entry in (tops and tops[0]) or []]
 
 

@@ -5,11 +5,14 @@ Knows nothing of tokens.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -34,6 +37,9 @@ ROUTING_KEY = "x-smg-routing-key"
 
 Routes = frozenset[tuple[str, str]]  # method and path
 
+# What `carried_headers` has kept of the request that is being served: its tasks send it along.
+carried: ContextVar[Mapping[str, str]] = ContextVar("carried", default=MappingProxyType({}))
+
 ROUTES: Routes = frozenset({("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize")})
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -42,11 +48,24 @@ _SHOWN_BYTES = 500
 _MAX_RETRY_DIGITS = 6
 
 _HOP_BY_HOP = "connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade"
-_NEVER_SENT = re.compile(
-    f"{_HOP_BY_HOP}|accept-encoding|authorization|content-length|cookie|expect|forwarded|host|idempotency-key|origin|"
-    f"referer|sec-.*|"
-    f"user-agent|x-api-key|x-forwarded-.*|x-real-ip|{ROUTING_KEY}"
+# Secrets, what names a session or a priority, and what steers a router or the inside of an engine
+_SECRET = ".*(?:auth|cookie|credential|key|password|secret|session|signature|token).*"
+_STEERING = (
+    ".*priority.*|x-smg-.*|x-sgl.*|x-vllm-.*|x-data-parallel-.*|x-dp-.*|x-kv-.*|x-model.*|x-worker.*|x-target-.*|"
+    "x-gateway-.*|x-envoy-.*|x-override-.*|x-prefill.*|x-decode.*|x-bootstrap.*|x-http-method.*"
 )
+_NEVER_SENT = re.compile(
+    f"{_HOP_BY_HOP}|{_SECRET}|{_STEERING}|accept-encoding|content-length|expect|forwarded|host|origin|referer|sec-.*|"
+    "user-agent|x-forwarded-.*|x-real-ip"
+)
+# With a body that is ours: nothing about the client's body, and nothing that speaks to us alone
+_NEVER_CARRIED = re.compile(
+    f"{_NEVER_SENT.pattern}|accept.*|content-.*|cache-control|pragma|if-.*|range|dnt|grpc-.*|holdfast-.*|anthropic-.*|"
+    "openai-.*|x-stainless-.*|x-should-.*|via"
+)
+_TRACING = ("traceparent", "tracestate", "baggage", "x-request-id")
+_MAX_CARRIED = 32
+_MAX_CARRIED_BYTES = 8192
 # `location`: redirects are not followed, and clients must not learn the upstream's address. In the last line: headers
 # that only we send, and those with which a server speaks to browsers about itself.
 _NEVER_RETURNED = re.compile(
@@ -64,6 +83,14 @@ class NotServed(UpstreamInvalid):
     """The upstream does not serve this path, or was started without it."""
 
 
+class NotReached(UpstreamUnreachable):
+    """The upstream did not get the request, or says that it is not ready: sending it again repeats nothing."""
+
+
+class Overloaded(UpstreamAborted):
+    """The upstream turned the request away, because it is busy."""
+
+
 @dataclass(frozen=True, slots=True)
 class RawResponse:
     """A whole response, its headers as they came."""
@@ -76,11 +103,17 @@ class RawResponse:
 class Transport:
     """A pool of connections to one upstream. Opens with the first request; `close` it on the same loop."""
 
-    def __init__(self, config: UpstreamConfig) -> None:
-        self._base = _base_url(config.upstream)
+    def __init__(self, config: UpstreamConfig, url: str = "") -> None:
+        """`url`: that of one server, if the settings name several."""
+        self._base = _base_url(url or config.upstream)
         self._config = config
         self._max_bytes = config.max_upstream_mb << 20
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def url(self) -> URL:
+        """For the log and for choosing among servers: without credentials."""
+        return self._base.with_user(None)
 
     async def request(
         self,
@@ -133,7 +166,8 @@ class Transport:
         # What is sent on such a connection is lost, and must not be sent again: nobody could tell whether it was read.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        response = await self._session.request(method, target, data=body, headers=headers, allow_redirects=False)
+        sent = {**carried.get(), **headers}
+        response = await self._session.request(method, target, data=body, headers=sent, allow_redirects=False)
         if not 200 <= response.status <= 599:
             response.close()
             raise UpstreamInvalid(f"the upstream returned status {response.status}, which is not one of HTTP's")
@@ -203,7 +237,9 @@ def refusal(status: int, body: bytes, retry_after: str = "") -> HoldfastError:
     if status in (429, 503):
         is_seconds = retry_after.isascii() and retry_after.isdigit() and len(retry_after) <= _MAX_RETRY_DIGITS
         seconds = int(retry_after) if is_seconds else 1
-        return UpstreamAborted(f"the upstream is overloaded (status {status}): {text}", retry_after_s=seconds)
+        return Overloaded(f"the upstream is overloaded (status {status}): {text}", retry_after_s=seconds)
+    if status in (502, 504):  # of a proxy in front of it
+        return UpstreamUnreachable(f"the upstream returned status {status}: {text}")
     kind = NotServed if status in (403, 404, 405, 501) else UpstreamInvalid
     return kind(f"the upstream returned status {status}: {text}")
 
@@ -260,6 +296,14 @@ async def forward(
     )
 
 
+def carried_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The client's headers that go along with each upstream request for it: those for tracing first, as many as fit."""
+    kept = _kept(headers, _NEVER_CARRIED)
+    names = sorted(kept, key=lambda name: name not in _TRACING)[:_MAX_CARRIED]
+    sizes = itertools.accumulate(len(name) + len(kept[name]) for name in names)
+    return {name: kept[name] for name, size in zip(names, sizes, strict=True) if size <= _MAX_CARRIED_BYTES}
+
+
 def client_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The upstream's headers that go back to the client, the first of each name."""
     return _kept(headers, _NEVER_RETURNED)
@@ -309,14 +353,14 @@ def _translated(base: URL) -> Iterator[None]:
 
 def _translation(exc: Exception) -> UpstreamError:
     match exc:
+        case aiohttp.ConnectionTimeoutError() | aiohttp.ClientConnectorError():
+            return NotReached("cannot connect to the upstream")
         case TimeoutError():
             return UpstreamTimeout("the upstream did not answer in time")
         case aiohttp.ClientResponseError():
             return UpstreamInvalid("the upstream sent an invalid HTTP response")
         case aiohttp.ClientPayloadError():
             return UpstreamUnreachable("the upstream closed the connection in the middle of a reply")
-        case aiohttp.ClientConnectorError():
-            return UpstreamUnreachable("cannot connect to the upstream")
         case aiohttp.ClientConnectionError() | OSError():
             return UpstreamUnreachable(
                 "the upstream closed the connection before it replied; the request is not sent again, "

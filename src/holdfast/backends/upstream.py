@@ -1,11 +1,11 @@
-"""What all upstream servers have in common: the chat turn, the probe at start-up, and parts of the wire formats."""
+"""What all upstream servers have in common: the chat turn, the probe, and parts of the wire formats."""
 
 import asyncio
 import json
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -13,23 +13,27 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.backends.fields import left_out, parse_fields
-from holdfast.backends.transport import RawResponse, Transport, affinity, client_headers, refusal
+from holdfast.backends.servers import Server, Servers
+from holdfast.backends.tokenizer_check import TokenSample, check_tokenizer
+from holdfast.backends.transport import RawResponse, affinity, client_headers, forward, refusal
 from holdfast.backends.upstream_sequences import UpstreamSequences
 from holdfast.backends.validation import PAYLOADS, Asked, CheckedReply, decoded
 from holdfast.config import UpstreamConfig
 from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, UpstreamInvalid
 from holdfast.generation import Sampled, SamplingParams
-from holdfast.sessions.payload import payload_shape
+from holdfast.metrics import Metrics
+from holdfast.sessions.payload import expert_rows, parse_expert_shape, payload_shape
 from holdfast.sessions.ports import LogprobKind, ModelInfo, UpstreamReply
 
 CHAT = "/v1/chat/completions"
+DEFAULT_CONTEXT = 1 << 20  # where neither the model nor the server tells
 INLINE_BYTES = 64 << 10  # about 50 microseconds of decoding, not worth a pass of the loop
 
 _CLOSE_TIMEOUT_S = 5.0
 _PROBE_TEMPERATURE = 0.5
+_NUM_SPELLED = 64
 _SMALLEST_GAP = 0.05  # two logprobs that are closer than this show nothing
 
-Observe = Callable[[str, float], None]  # outcome, seconds
 TopLogprobs = tuple[tuple[int, float], ...]
 T = TypeVar("T")
 
@@ -66,28 +70,33 @@ class UpstreamBackend(UpstreamSequences):
         model: ModelInfo,
         *,
         capacity: int = 65536,
-        observe: Observe = lambda outcome, seconds: None,
+        metrics: Metrics | None = None,
+        routing: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(model, capacity)
-        self.transport = Transport(config)
+        self._metrics = metrics or Metrics()
+        self.servers = Servers(config, lambda server: probe(self, server), self._metrics)
         self.decode_queue = DecodeQueue()
         self.config = config
         self.upstream_model = ""
         self.logprob_kind = self.default_kind if config.logprob_kind == "auto" else LogprobKind(config.logprob_kind)
-        self._observe = observe
         self._extra = _extra(config.upstream_extra)
         self._forwarded = parse_fields(config.forward_fields)
         self._row_shapes: dict[str, tuple[int, ...]] = {}  # of training payloads; the probe finds them
+        self._routing = routing  # layers of the model that route, and experts per token, if known
+        self._expert_shape = parse_expert_shape(config.routed_experts_shape)
+        self._known: ProbeReport | None = None  # what the first probe found
         self._loop: asyncio.AbstractEventLoop | None = None
 
     _check: Callable[[bytes, Asked], CheckedReply]
+    sample: TokenSample | None = None  # whose tokens the upstream must agree with
 
     @abstractmethod
     def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], known: Mapping[str, int]) -> dict[str, Any]:
         """The fields that we set, whatever the client sent."""
 
     @abstractmethod
-    async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
+    async def best_logprobs(self, server: Server, prompt: list[int], temperature: float) -> list[float]:
         """The logprobs of the two likeliest next tokens, as the server returns them at `temperature`."""
 
     def left_out(self, body: Mapping[str, Any], *, may_ignore: bool) -> list[str]:
@@ -101,6 +110,23 @@ class UpstreamBackend(UpstreamSequences):
         session_id: str,
         known: Mapping[str, int] = MappingProxyType({}),
     ) -> UpstreamReply:
+        reply, num_aborted = await self.servers.run(
+            session_id,
+            lambda server: self.complete_on(server, body, input_ids, session_id=session_id, known=known),
+            num_retries=self.config.retry_aborted,
+        )
+        return replace(reply, num_aborted=num_aborted)
+
+    async def complete_on(
+        self,
+        server: Server,
+        body: Mapping[str, Any],
+        input_ids: Sequence[int],
+        *,
+        session_id: str,
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> UpstreamReply:
+        """As `complete`, on this server and once."""
         ids = list(input_ids)
         sent = {name: value for name, value in body.items() if name in self._forwarded}
         if self.upstream_model:  # whatever name the client uses: there is only one model
@@ -118,8 +144,10 @@ class UpstreamBackend(UpstreamSequences):
         )
         started, outcome = time.perf_counter(), "cancelled"
         try:
-            answer = await self.transport.post(CHAT, sent, affinity(session_id))
+            answer = await server.transport.post(CHAT, sent, affinity(session_id))
             outcome = str(answer.status)
+            if answer.status == 503:
+                await self.servers.confirm(server)
             checked = None
             if answer.status == 200:
                 checked = await self.decode_queue.decode(lambda: self._check(answer.body, asked), len(answer.body))
@@ -129,7 +157,7 @@ class UpstreamBackend(UpstreamSequences):
             outcome = exc.code
             raise
         finally:
-            self._observe(outcome, time.perf_counter() - started)
+            self._metrics.observe_upstream(server.index, outcome, time.perf_counter() - started)
         return UpstreamReply(
             status=answer.status,
             headers=client_headers(answer.headers),
@@ -152,13 +180,68 @@ class UpstreamBackend(UpstreamSequences):
         num_rows = (done.prompt_tokens or 0) + done.completion_tokens - 1
         for name in self.asked_payloads:
             shape = payload_shape(reply.received[slice(*getattr(done, name))])
-            self._row_shapes[name] = shape[1:] or (shape[0] // num_rows,)
+            row = shape[1:] or (shape[0] // num_rows,)
+            if name == "routed_experts":
+                try:
+                    row = expert_rows(row, shape=self._expert_shape, routing=self._routing)
+                except ValueError as exc:
+                    raise UpstreamInvalid(f"{name} {exc}; set --routed-experts-shape LAYERS,TOPK") from exc
+            self._row_shapes[name] = row
+        if len(self._row_shapes.get("routed_experts", (0, 0))) == 1:
+            logger.warning(
+                "routed experts come without a shape, and the model's files do not tell it: samples will have flat "
+                "rows; set --routed-experts-shape LAYERS,TOPK"
+            )
+
+    def expert_shape(self) -> tuple[int, int] | None:
+        learned = self._row_shapes.get("routed_experts", ())
+        return (learned[0], learned[1]) if len(learned) == 2 else self._expert_shape
+
+    async def forward(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: str = "",
+        headers: Iterable[tuple[str, str]] = (),
+        body: bytes = b"",
+        session_id: str,
+    ) -> UpstreamReply:
+        reply, _ = await self.servers.run(
+            session_id,
+            lambda server: forward(
+                server.transport, method, path, query=query, headers=headers, body=body, session_id=session_id
+            ),
+        )
+        return reply
+
+    def adopt(self, found: "ProbeReport") -> None:
+        """What the first probe found is how the model is from now on; whatever contradicts it later is refused."""
+        setting, known = self.config.logprob_kind, self._known
+        if setting not in ("auto", "unknown", found.logprob_kind) and found.logprob_kind is not LogprobKind.UNKNOWN:
+            raise ConfigError(
+                f"logprob_kind is {setting}, but the upstream returns {found.logprob_kind} logprobs; "
+                f"use auto or {found.logprob_kind}"
+            )
+        if known is not None:
+            kinds = {known.logprob_kind, found.logprob_kind} - {LogprobKind.UNKNOWN}
+            vocabularies = {known.vocabulary, found.vocabulary} - {None}
+            if len(kinds) > 1 or len(vocabularies) > 1:
+                what = "kind of logprobs" if len(kinds) > 1 else "vocabulary"
+                raise UpstreamInvalid(f"the upstream has another {what} than before; it is not used")
+        if known is None or known.logprob_kind is LogprobKind.UNKNOWN:
+            self._known = replace(found, vocabulary=found.vocabulary or (known.vocabulary if known else None))
+            self.logprob_kind = found.logprob_kind if setting == "auto" else LogprobKind(setting)
+        context = min(found.context or self._model.context, self._model.context)
+        self._model = replace(self._model, recent=context, max_pin=context, context=context)
 
     async def prepare(self) -> None:
-        """Ask the server which model it serves; see `probe`."""
-        found = await probe(self)
-        if found.context:
-            self._model = replace(self._model, recent=found.context, max_pin=found.context, context=found.context)
+        """Probe the servers; see `probe`. Those that are not there yet are waited for."""
+        await self.servers.prepare()
+
+    @property
+    def not_ready(self) -> str | None:
+        return self.servers.problem
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -169,45 +252,82 @@ class UpstreamBackend(UpstreamSequences):
             asyncio.run_coroutine_threadsafe(self.aclose(), self._loop).result(_CLOSE_TIMEOUT_S)
 
     async def aclose(self) -> None:
-        await self.transport.close()
+        await self.servers.close()
 
     @property
     def failure(self) -> BaseException | None:
         return None
 
-    async def _ask(self, path: str, request: dict[str, Any], decoder: "msgspec.json.Decoder[T]") -> T:
-        answer = await self.transport.post(path, request | self._extra, {})
+    async def _ask(self, server: Server, path: str, request: dict[str, Any], decoder: "msgspec.json.Decoder[T]") -> T:
+        answer = await server.transport.post(path, request | self._extra, {})
         return decoded(_accepted(answer), decoder)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
+    """`vocabulary`: how the server spells a few token ids; None where it does not tell."""
+
     model: str
     context: int | None
     logprob_kind: LogprobKind
+    vocabulary: str | None
 
 
-async def probe(backend: UpstreamBackend) -> ProbeReport:
-    """What the server says at start-up; the backend keeps the model's name and the kind of its logprobs.
+async def probe(backend: UpstreamBackend, server: Server | None = None) -> ProbeReport:
+    """What the server says; the backend keeps the model's name, its context and the kind of its logprobs.
 
-    Raises UpstreamError if the server does not do what we rely on, ConfigError if it contradicts a setting.
+    Raises UpstreamError if the server does not do what we rely on or serves another model than before, ConfigError if
+    it contradicts a setting.
     """
-    cards = decoded(_accepted(await backend.transport.request("GET", "/v1/models")), _CARDS).data
+    server = server or backend.servers.all[0]
+    cards = decoded(_accepted(await server.transport.request("GET", "/v1/models")), _CARDS).data
     if not cards:
         raise UpstreamInvalid("the upstream serves no model")
-    backend.upstream_model = cards[0].id
-    vocab_size = backend.model.vocab_size
-    prompt = [vocab_size // 7, vocab_size // 5, vocab_size // 3]
-    request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1, "temperature": 1.0}
-    reply = await backend.complete(request, prompt, session_id="holdfast-probe")
-    if reply.completion is None:
-        raise refusal(reply.status, reply.received)
-    backend.learn_row_shapes(reply)
-    found, setting = await _found_kind(backend, prompt), backend.config.logprob_kind
-    if setting not in ("auto", "unknown", found) and found is not LogprobKind.UNKNOWN:
-        raise ConfigError(f"logprob_kind is {setting}, but the upstream returns {found} logprobs; use auto or {found}")
-    backend.logprob_kind = found if setting == "auto" else LogprobKind(setting)
-    return ProbeReport(cards[0].id, cards[0].max_model_len, backend.logprob_kind)
+    named = backend.upstream_model
+    card = next((card for card in cards if card.id == named), cards[0])
+    if named not in ("", card.id):
+        raise UpstreamInvalid(f"the upstream serves {card.id!r}, but {named!r} is expected; it is not used")
+    backend.upstream_model = card.id
+    try:
+        if backend.sample:
+            await check_tokenizer(server.transport, backend.upstream_model, backend.sample)
+        vocab_size = backend.model.vocab_size
+        prompt = [vocab_size // 7, vocab_size // 5, vocab_size // 3]
+        request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1, "temperature": 1.0}
+        reply = await backend.complete_on(server, request, prompt, session_id="holdfast-probe")
+        if reply.completion is None:
+            raise refusal(reply.status, reply.received)
+        kind = await _found_kind(backend, server, prompt)
+        vocabulary = await _spelled(backend, server)
+        found = ProbeReport(card.id, card.max_model_len, kind, vocabulary)
+        backend.adopt(found)
+        backend.learn_row_shapes(reply)
+    except BaseException:
+        backend.upstream_model = named
+        raise
+    return replace(found, logprob_kind=backend.logprob_kind)
+
+
+async def _spelled(backend: UpstreamBackend, server: Server) -> str | None:
+    """What the server calls ids from all over the vocabulary, as one text."""
+    size = backend.model.vocab_size
+    request = {"tokens": [size * part // _NUM_SPELLED for part in range(_NUM_SPELLED)]}
+    named = {"model": backend.upstream_model} | request
+    answer = await server.transport.post("/detokenize", named, {})
+    if answer.status != 200:  # it has no such route, or a router in front of it has none
+        return None
+    text = decoded(answer.body, _TEXT)
+    return text.prompt if text.prompt is not None else text.text
+
+
+class _Text(msgspec.Struct):
+    """vLLM calls it `prompt`, SGLang `text`."""
+
+    prompt: str | None = None
+    text: str | None = None
+
+
+_TEXT = msgspec.json.Decoder(_Text)
 
 
 class _ModelCard(msgspec.Struct):
@@ -222,10 +342,10 @@ class _ModelCards(msgspec.Struct):
 _CARDS = msgspec.json.Decoder(_ModelCards)
 
 
-async def _found_kind(backend: UpstreamBackend, prompt: list[int]) -> LogprobKind:
+async def _found_kind(backend: UpstreamBackend, server: Server, prompt: list[int]) -> LogprobKind:
     """Temperature stretches the gap between two logprobs, unless they are taken before it is applied."""
     try:
-        gap, stretched_gap = [await _gap(backend, prompt, t) for t in (1.0, _PROBE_TEMPERATURE)]
+        gap, stretched_gap = [await _gap(backend, server, prompt, t) for t in (1.0, _PROBE_TEMPERATURE)]
     except (UpstreamInvalid, InvalidArgument) as exc:
         logger.warning("cannot determine which logprobs the upstream returns: %s", exc)
         return LogprobKind.UNKNOWN
@@ -237,8 +357,8 @@ async def _found_kind(backend: UpstreamBackend, prompt: list[int]) -> LogprobKin
     return LogprobKind.UNKNOWN
 
 
-async def _gap(backend: UpstreamBackend, prompt: list[int], temperature: float) -> float:
-    best = await backend.best_logprobs(prompt, temperature)
+async def _gap(backend: UpstreamBackend, server: Server, prompt: list[int], temperature: float) -> float:
+    best = await backend.best_logprobs(server, prompt, temperature)
     if len(best) < 2:
         raise UpstreamInvalid("the upstream did not return the two logprobs that were requested")
     return best[0] - best[1]
@@ -300,7 +420,7 @@ def upstream_model_info(
     eos_token_ids: frozenset[int] = frozenset(),
     tokenizer_hash: str = "",
     chat_template_hash: str = "",
-    context: int = 1 << 20,
+    context: int = DEFAULT_CONTEXT,
 ) -> ModelInfo:
     """A model on an upstream: its window is the whole context, so pinning takes no room from it."""
     return ModelInfo(

@@ -14,8 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from holdfast.backends.transport import Events, affinity
+from holdfast.backends.servers import Server, Servers
+from holdfast.backends.transport import Events, Overloaded, affinity
 from holdfast.backends.validation import check_limit
+from holdfast.config import UpstreamConfig
 from holdfast.errors import (
     CapacityExhausted,
     InvalidArgument,
@@ -62,7 +64,10 @@ class UpstreamSequence:
 
 
 class UpstreamSequences(ABC):
-    """All sequences of one upstream, each with a handle."""
+    """All sequences of an upstream, each with a handle."""
+
+    servers: Servers
+    config: UpstreamConfig
 
     def __init__(self, model: ModelInfo, capacity: int) -> None:
         self._model = model
@@ -71,7 +76,9 @@ class UpstreamSequences(ABC):
         self._sequences: dict[int, UpstreamSequence] = {}
 
     @abstractmethod
-    async def _open_stream(self, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]) -> Opened:
+    async def _open_stream(
+        self, server: Server, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]
+    ) -> Opened:
         """Start a generation from `prompt`."""
 
     @property
@@ -119,7 +126,13 @@ class UpstreamSequences(ABC):
         if 0 < room < params.max_tokens:
             params = replace(params, max_tokens=room)
         headers = affinity(sequence.routing_key)
-        return UpstreamStream(sequence, params, tokens, lambda prompt: self._open_stream(prompt, params, headers))
+
+        async def opening(server: Server, prompt: list[int]) -> Opened:
+            return await self._open_stream(server, prompt, params, headers)
+
+        return UpstreamStream(
+            sequence, params, tokens, opening, servers=self.servers, num_retries=self.config.retry_aborted
+        )
 
     async def fork(self, handle: int) -> int:
         source = self._idle(handle)
@@ -196,7 +209,8 @@ class UpstreamSequences(ABC):
 class UpstreamStream:
     """Events of one generation, read from the upstream as the caller iterates. Leaving closes the request.
 
-    Entering waits for the first token: an error before it leaves the history unchanged.
+    Entering waits for the first token: an error before it leaves the history unchanged, and the request may be sent
+    again. Later it is not: the caller has tokens already, and others may be sampled with other weights.
     """
 
     def __init__(
@@ -204,12 +218,18 @@ class UpstreamStream:
         sequence: UpstreamSequence,
         params: SamplingParams,
         tokens: Sequence[int],
-        opening: Callable[[list[int]], Awaitable[Opened]],
+        opening: Callable[[Server, list[int]], Awaitable[Opened]],
+        *,
+        servers: Servers,
+        num_retries: int,
     ) -> None:
         self._sequence = sequence
         self._params = params
         self._tokens = tokens
         self._opening = opening
+        self._servers = servers
+        self._num_retries = num_retries
+        self._server: Server
         self._source: Events | None = None
         self._reader: StreamReader
         self._waiting: list[Event] = []
@@ -225,11 +245,8 @@ class UpstreamStream:
         self._started_at = time.perf_counter()
         self._sequence.stream = self
         try:
-            prompt = [*self._sequence.tokens, *self._tokens]
-            self._source, self._reader = await self._opening(prompt)
-            piece = await self._next()
-            while piece is not None and not piece.sampled:
-                piece = await self._next()
+            key = self._sequence.routing_key
+            piece, _ = await self._servers.run(key, self._begin, num_retries=self._num_retries)
         except BaseException:
             self._end()
             raise
@@ -237,6 +254,23 @@ class UpstreamStream:
         self._sequence.tokens.extend(self._tokens)
         self._take(piece)
         return self
+
+    async def _begin(self, server: Server) -> StreamPiece | None:
+        """The first piece with tokens."""
+        self._server, self._finish = server, None
+        try:
+            self._source, self._reader = await self._opening(server, [*self._sequence.tokens, *self._tokens])
+            piece = await self._next()
+            while piece is not None and not piece.sampled:
+                piece = await self._next()
+            return piece
+        except Overloaded:
+            await self._servers.confirm(server)
+            raise
+        except UpstreamError:
+            if self._source is not None:
+                self._source.close()
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -254,8 +288,10 @@ class UpstreamStream:
                 raise StopAsyncIteration
             try:
                 piece = await self._next()
-            except UpstreamError:
+            except UpstreamError as exc:
                 self._is_over = True
+                if isinstance(exc, UpstreamUnreachable):
+                    self._servers.lost(self._server, exc)
                 raise
             self._take(piece)
         return self.rest()

@@ -58,9 +58,14 @@ class Entry(Struct, array_like=True):
     token: int
 
 
+class _Details(Struct):
+    cached_tokens: Any = None
+
+
 class Usage(Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
 
 
 class _Payloads(Struct):
@@ -80,6 +85,12 @@ class _Meta(_Payloads, kw_only=True):
     prompt_tokens: int | None = None
     finish_reason: Finish | None = None
     weight_version: Any = None
+    cached_tokens: Any = None
+    spec_verify_ct: Any = None
+    spec_draft_token_num: Any = None
+    spec_accept_token_num: Any = None
+    spec_num_proposed_drafts: Any = None  # the newer names of the two
+    spec_num_correct_drafts: Any = None
 
 
 class _Choice(_Payloads, kw_only=True):
@@ -157,6 +168,16 @@ def check_sglang(body: bytes, asked: Asked) -> CheckedReply:
         tokens=tokens,
         logprobs=tuple(entry.logprob for entry in meta.output_token_logprobs),
         weight_version=None if meta.weight_version is None else str(meta.weight_version),
+        effort=_effort(
+            asked,
+            cached_tokens=[
+                meta.cached_tokens,
+                usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens,
+            ],
+            spec_steps=[meta.spec_verify_ct],
+            spec_drafted=[meta.spec_draft_token_num, meta.spec_num_proposed_drafts],
+            spec_accepted=[meta.spec_accept_token_num, meta.spec_num_correct_drafts],
+        ),
     )
 
 
@@ -170,7 +191,28 @@ def check_vllm(body: bytes, asked: Asked) -> CheckedReply:
     check_prompt(asked.input_ids, echoes=echoes, counts=(reply.usage.prompt_tokens,))
     check_count(len(tokens), reply.usage.completion_tokens)
     check_names(tokens, [entry.token for entry in content])
-    return _checked(body, asked, choice, [choice], tokens=tokens, logprobs=tuple(entry.logprob for entry in content))
+    return _checked(
+        body,
+        asked,
+        choice,
+        [choice],
+        tokens=tokens,
+        logprobs=tuple(entry.logprob for entry in content),
+        effort=_effort(asked, cached_tokens=[_cached(reply.usage)]),
+    )
+
+
+def _cached(usage: Usage) -> Any:
+    return usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+
+
+def _effort(asked: Asked, **told: Sequence[Any]) -> dict[str, int]:
+    """Of each count the first value that is one. What is not a count is unknown; counters are no part of the reply."""
+    counts = {name: [value for value in values if type(value) is int and value >= 0] for name, values in told.items()}
+    found = {name: values[0] for name, values in counts.items() if values}
+    if "cached_tokens" in found:
+        cached_count(found["cached_tokens"], len(asked.input_ids))
+    return found if found.get("spec_steps") else {name: num for name, num in found.items() if name == "cached_tokens"}
 
 
 def _checked(
@@ -182,6 +224,7 @@ def _checked(
     tokens: tuple[int, ...],
     logprobs: tuple[float, ...],
     weight_version: str | None = None,
+    effort: Mapping[str, int],
 ) -> CheckedReply:
     """What the formats have in common. `places`: where payloads may be; the first one that has it counts."""
     found = {name: [raw for place in places if isinstance(raw := getattr(place, name), Raw)] for name in asked.payloads}
@@ -204,6 +247,7 @@ def _checked(
         weight_version=weight_version,
         logprob_kind=asked.kind,
         cut=() if asked.keep_payloads else members,
+        effort=effort,
         **{name: _payload(name, raws, body, asked, len(tokens)) for name, raws in found.items()},
     )
     return CheckedReply(completion, body if asked.keep_payloads else client_body)

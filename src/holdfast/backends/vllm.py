@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from holdfast.backends.servers import Server
 from holdfast.backends.transport import NotServed
 from holdfast.backends.upstream import TopLogprobs, UpstreamBackend, read_event, sampling_fields, with_logprobs
 from holdfast.backends.upstream_sequences import Opened, StreamPiece
@@ -35,8 +36,6 @@ class VLLMBackend(UpstreamBackend):
     default_kind = LogprobKind.RAW
     _check = staticmethod(check_vllm)
 
-    has_generate = True  # until the server says otherwise
-
     def _chat_fields(self, body: Mapping[str, Any], input_ids: list[int], known: Mapping[str, int]) -> dict[str, Any]:
         return {
             "kv_transfer_params": {"prompt_token_ids": input_ids},
@@ -46,29 +45,31 @@ class VLLMBackend(UpstreamBackend):
             "top_logprobs": body.get("top_logprobs") or 0,
         }
 
-    async def _open_stream(self, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]) -> Opened:
+    async def _open_stream(
+        self, server: Server, prompt: list[int], params: SamplingParams, headers: Mapping[str, str]
+    ) -> Opened:
         streamed = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
         events = None
-        if self.has_generate:
+        if GENERATE not in server.unserved:
             request = {"token_ids": prompt, "sampling_params": _sampling(params), **streamed}
             try:
-                events = await self.transport.stream(GENERATE, self._named(request), headers)
+                events = await server.transport.stream(GENERATE, self._named(request), headers)
             except NotServed:  # started without --enable-scale-out
-                self.has_generate = False
+                server.unserved.add(GENERATE)
         if events is None:
             request = {"prompt": prompt, "return_tokens_as_token_ids": True, **_sampling(params), **streamed}
-            events = await self.transport.stream(COMPLETIONS, self._named(request), headers)
+            events = await server.transport.stream(COMPLETIONS, self._named(request), headers)
         reader = VLLMReader(
             vocab_size=self._model.vocab_size,
             prompt=prompt,
             num_top=params.top_logprobs,
-            has_generate=self.has_generate,
+            has_generate=GENERATE not in server.unserved,
         )
         return events, reader
 
-    async def best_logprobs(self, prompt: list[int], temperature: float) -> list[float]:
+    async def best_logprobs(self, server: Server, prompt: list[int], temperature: float) -> list[float]:
         request = {"prompt": prompt, "max_tokens": 1, "temperature": temperature, "logprobs": 2}
-        choices = (await self._ask(COMPLETIONS, self._named(request), _COMPLETION_CHUNK)).choices
+        choices = (await self._ask(server, COMPLETIONS, self._named(request), _COMPLETION_CHUNK)).choices
         tops = choices[0].logprobs.top_logprobs if choices and choices[0].logprobs else None
         return sorted(((tops and tops[0]) or {}).values(), reverse=True)
 
@@ -122,13 +123,8 @@ class _CompletionChoice(_StreamChoice):
     logprobs: _Lists | None = None
 
 
-class _Details(Struct):
-    cached_tokens: int | None = None
-
-
 class _StreamUsage(Usage, kw_only=True):
     completion_tokens: int
-    prompt_tokens_details: _Details | None = None
 
 
 class _Chunk(Struct):

@@ -113,13 +113,11 @@ def _queue(mode: Mode) -> DecodeQueue:
 
 async def _main(upstream_url: str, mode: Mode, model_name: str) -> None:
     source = open_model(model_name)
-    chat = Chat(load_chat(source, ChatConfig(), source.architecture.vocab_size), ChatConfig())
-    model = upstream_model_info(
-        name=source.name, vocab_size=source.architecture.vocab_size, eos_token_ids=source.eos_token_ids
-    )
+    chat = Chat(load_chat(source, ChatConfig(), source.vocab_size), ChatConfig())
+    model = upstream_model_info(name=source.name, vocab_size=source.vocab_size, eos_token_ids=source.eos_token_ids)
     metrics = Metrics()
     config = UpstreamConfig(upstream=upstream_url, routing_replay="additional")
-    backend = SGLangBackend(config, model, observe=metrics.observe_upstream)
+    backend = SGLangBackend(config, model, metrics=metrics)
     backend.decode_queue = queue = _queue(mode)
     clock = StageClock()
 
@@ -128,7 +126,7 @@ async def _main(upstream_url: str, mode: Mode, model_name: str) -> None:
         return ServerUsage(own_cpu_s(), threads_cpu_s, resident_bytes(os.getpid()), dict(clock.num_samples))
 
     addresses = ServeConfig(grpc="127.0.0.1:0", http="127.0.0.1:0", drain_s=2.0)
-    upstream = Upstream(backend, backend.transport, parse_routes(""))
+    upstream = Upstream(backend, parse_routes(""))
     async with running(backend, addresses, metrics, replace(chat, upstream=upstream)) as at:
         clock.start()
         await obey(at.http, usage)

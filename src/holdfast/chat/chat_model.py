@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.chat.continuation import Continuation
 from holdfast.chat.grammar import Compilation, Grammars
 from holdfast.chat.reply import AssistantReply, ReasoningSplit, ReplyReader
-from holdfast.chat.template import RESERVED, ChatTemplate, Renderer, Tools, load_template
+from holdfast.chat.template import RESERVED, ChatTemplate, Renderer, Tools, load_template, with_controls
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.chat.tool_calls import LlamaParser, ToolCallParser, parser_for
 from holdfast.config import ChatConfig
@@ -71,8 +71,27 @@ def load_chat(source: ModelSource, config: ChatConfig, vocab_size: int) -> ChatM
         template = load_template(source, tokenizer)
     for name in RESERVED.intersection(config.template_variables):
         raise ConfigError(f"chat_template_kwargs.{name} is a name that chat templates reserve; use another one")
-    continuation = Continuation(Renderer(template, tokenizer, allow_control=config.control_tokens == "allow"))
-    return ChatModel(tokenizer, template, continuation, Grammars(tokenizer, vocab_size), config.template_variables)
+    return with_template(
+        tokenizer,
+        template,
+        vocab_size=vocab_size,
+        allow_control=config.control_tokens == "allow",
+        variables=config.template_variables,
+    )
+
+
+def with_template(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    vocab_size: int,
+    allow_control: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatModel:
+    """Raises ModelError if a chat cannot be continued with this template."""
+    tokenizer = with_controls(tokenizer, template)
+    continuation = Continuation(Renderer(template, tokenizer, allow_control=allow_control))
+    return ChatModel(tokenizer, template, continuation, Grammars(tokenizer, vocab_size), variables or {})
 
 
 def _read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.chat.messages import Message
-from holdfast.chat.template import NO_END_OF_TURN, SENTINEL, SYSTEM, USER, Renderer, Tools, probe
+from holdfast.chat.abilities import NO_END_OF_TURN, SYSTEM, USER, after_sentinel, probe, renamed, tail_ids
+from holdfast.chat.messages import Message, for_template
+from holdfast.chat.template import Renderer, Tools
 from holdfast.chat.tool_calls import hermes_system_block, render_call, render_result
 from holdfast.errors import InvalidArgument, ModelError
 from holdfast.sessions.record import TemplateInputs
@@ -33,15 +34,14 @@ class Continuation:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self.abilities = probe(renderer)
-        self._ends = renderer.tokenizer.eos_token_ids
-        self.end_of_turn = self._tail([], (), {})[1][0]
-        self._ends |= {self.end_of_turn}
+        self.abilities, self._ends = probe(renderer)
+        self.end_of_turn = self._ends.after_text
+        self.max_trim_tokens = int(self._ends.may_differ)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """Tokens that end an assistant's turn."""
-        return self._ends
+        """Tokens that end an assistant's turn when they are sampled."""
+        return self._ends.stops
 
     def first(
         self,
@@ -74,15 +74,31 @@ class Continuation:
         fits: Fits | None = None,
         *,
         start: int = 1,
+        reply: Message | None = None,
     ) -> Prompt:
-        """What to append to a history that ends in `last_token`, for `messages` and the next generation prompt.
+        """What to append to the history for `messages` and the next generation prompt. The last reply was sampled up to
+        `last_token`, which may be trimmed; see `num_trimmed`.
 
-        `start` is the index of the first new message in the whole conversation.
+        `start` is the index of the first new message in the whole conversation, `reply` the message before it.
         """
         shown, tools = self._renderable(messages, tools, start)
-        text, ids = self._tail(shown, tools, variables or {}, fits)
-        ids = ids[1:] if last_token == ids[0] else ids
-        return Prompt(ids, _opens_reasoning(text), self._renderer.count_control(messages))
+        prefix = self._prefix(last_token, messages, reply, start)
+        text = self._renderer.text([*prefix, *shown], prompt=True, tools=tools, variables=variables)
+        text = after_sentinel(text)
+        if fits:  # what comes before the end of the turn is not appended
+            ending = self._renderer.tokenizer.decode([self.end_of_turn])
+            fits(self._renderer.fewest_tokens(text.partition(ending)[2]))
+        ids = tail_ids(self._renderer, text, self._ends.boundaries)
+        if not ids:
+            raise ModelError(NO_END_OF_TURN)
+        is_ended = last_token == ids[0] and not self.num_trimmed(ids[0])
+        num_control = self._renderer.count_control(messages)
+        return Prompt(ids[1:] if is_ended else ids, _opens_reasoning(text), num_control)
+
+    def num_trimmed(self, last_token: int) -> int:
+        """How many tokens at the end of a reply that was sampled up to `last_token` are not part of the history: the
+        template may render another end, and which one, only the next message tells."""
+        return int(self._ends.may_differ and last_token in self._ends.stops)
 
     def root(self, tools: Tools = (), variables: Variables | None = None) -> TemplateInputs:
         """The part of tools and variables that is fixed for the whole conversation."""
@@ -105,11 +121,10 @@ class Continuation:
             if message["role"] not in ("system", "developer"):
                 break
             leading.append(message)
-        shown, tools = self._renderable(leading, tools)
-        texts = (
-            self._renderer.text([*shown, USER | {"content": text}], prompt=True, tools=tools, variables=variables)
-            for text in ("A", "1")
-        )
+        texts = []
+        for text in ("A", "1"):
+            shown, native = self._renderable([*leading, USER | {"content": text}], tools)
+            texts.append(self._renderer.text(shown, prompt=True, tools=native, variables=variables))
         one, other = map(self._renderer.encode, texts)
         shared = 0
         while one[shared] == other[shared]:
@@ -117,39 +132,48 @@ class Continuation:
         whole = [index + 1 for index in range(shared) if one[index] == self.end_of_turn]
         return min(whole[-1] if whole else 0, limit)
 
-    def _tail(
-        self, messages: Sequence[Message], tools: Tools, variables: Variables, fits: Fits | None = None
-    ) -> tuple[str, list[int]]:
-        """Text and ids from the end of the synthetic assistant turn."""
-        follows_call = bool(messages) and messages[0]["role"] == "tool"
-        prefix = (follows_call and self.abilities.after_call) or self.abilities.after_text
-        text = self._renderer.text([*prefix, *messages], prompt=True, tools=tools, variables=variables)
-        text = text.rpartition(SENTINEL)[2]
-        if fits:  # what comes before the end of the turn is not appended
-            ending = self._renderer.tokenizer.decode([self.end_of_turn])
-            fits(self._renderer.fewest_tokens(text.partition(ending)[2]))
-        ids = self._renderer.encode(text)
-        for is_end in (self._ends.__contains__, self._renderer.tokenizer.is_control):
-            for index, token in enumerate(ids):
-                if is_end(token):
-                    return text, ids[index:]
-        raise ModelError(NO_END_OF_TURN)
+    def _prefix(
+        self, last_token: int | None, messages: Sequence[Message], reply: Message | None, start: int
+    ) -> list[Message]:
+        """The synthetic conversation whose last turn ends as the history's does."""
+        abilities, ends = self.abilities, self._ends
+        is_result = bool(messages) and messages[0]["role"] == "tool"
+        ends_as_call = last_token == ends.after_call != ends.after_text
+        if abilities.after_call is None or not (is_result or ends_as_call):
+            return abilities.after_text
+        if not (is_result and abilities.shows_call_name):
+            return abilities.after_call
+        calls = (reply or {}).get("tool_calls") or ()
+        answered = [call for call in calls if call.get("id") == messages[0].get("tool_call_id")] or calls
+        if not answered:
+            where = f"messages[{start}]"
+            raise InvalidArgument(
+                f"{where}: this model's chat template renders a tool's result with the name of the call before it, "
+                "and the reply before it called no tool",
+                param=where,
+            )
+        return renamed(abilities.after_call, answered[0])
 
     def _renderable(self, messages: Sequence[Message], tools: Tools, start: int = 0) -> tuple[list[Message], Tools]:
         """Messages and tools in a form that this template renders in full. InvalidArgument if there is none."""
-        roles = self.abilities.next_roles if start else self.abilities.first_roles
+        abilities = self.abilities
         shown = [self._supported(message) for message in messages]
         for index, message in enumerate(shown, start):
+            roles = abilities.next_roles if start else abilities.later_roles if index else abilities.first_roles
             if (role := message["role"]) not in roles:
                 where = f"messages[{index}].role"
-                known = "at this position" if role in self.abilities.first_roles else "at all"
+                known = "at this position" if role in abilities.first_roles else "at all"
                 raise InvalidArgument(
                     f"{where}: this model's chat template does not support {role} messages {known}", param=where
                 )
-        if tools and not self.abilities.has_tools:
-            shown = shown if start else _with_system(shown, hermes_system_block(tools))
+        if not abilities.has_tools:
+            if abilities.must_alternate:
+                shown = _joined(shown, [message["role"] == "tool" for message in messages])
+            if tools and not start:
+                shown = _offering(shown, hermes_system_block(tools), to_system="system" in abilities.first_roles)
             tools = ()
-        return shown, tools
+        is_text, field = abilities.wants_text_arguments, abilities.reasoning_field
+        return [for_template(message, is_text=is_text, reasoning_field=field) for message in shown], tools
 
     def _supported(self, message: Message) -> Message:
         """The message in a role and form that the template supports."""
@@ -167,10 +191,30 @@ class Continuation:
         return message
 
 
-def _with_system(messages: list[Message], block: str) -> list[Message]:
-    if messages and messages[0]["role"] == "system":
+def _joined(messages: list[Message], are_results: list[bool]) -> list[Message]:
+    """User messages that tool results became, joined with their neighbours: the roles must alternate."""
+    joined: list[Message] = []
+    is_open = False  # the last user message may be joined with the next one
+    for message, is_result in zip(messages, are_results, strict=True):
+        if joined and joined[-1]["role"] == message["role"] == "user" and (is_open or is_result):
+            joined[-1] = joined[-1] | {"content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+        is_open = is_result
+    return joined
+
+
+def _offering(messages: list[Message], block: str, *, to_system: bool) -> list[Message]:
+    """The messages with the text that offers tools: in the system message, or before the first user's text."""
+    if to_system and not (messages and messages[0]["role"] == "system"):
+        return [{"role": "system", "content": block}, *messages]
+    if to_system:
         return [messages[0] | {"content": f"{messages[0]['content']}\n\n{block}"}, *messages[1:]]
-    return [{"role": "system", "content": block}, *messages]
+    index = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if index is None:
+        raise InvalidArgument("tools: this model's chat template shows tools only in a user message", param="tools")
+    offer = messages[index] | {"content": f"{block}\n\n{messages[index]['content']}"}
+    return [*messages[:index], offer, *messages[index + 1 :]]
 
 
 def _opens_reasoning(text: str) -> bool:

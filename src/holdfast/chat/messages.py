@@ -52,9 +52,15 @@ def read_messages(
     return [_plain(value) or _message(value, f"{where}[{index}]", ignored) for index, value in enumerate(raw)]
 
 
-def for_template(message: Message) -> Message:
-    """The message as templates expect it: a call's arguments as the object they spell, if they spell one."""
-    if "tool_calls" not in message:
+def for_template(message: Message, *, is_text: bool = False, reasoning_field: str = "reasoning_content") -> Message:
+    """The message as templates expect it: a call's arguments as the object they spell, if they spell one.
+
+    `is_text`: this template wants them as text. `reasoning_field` is the name under which it reads reasoning.
+    """
+    if reasoning_field != "reasoning_content" and "reasoning_content" in message:
+        named = {reasoning_field: message["reasoning_content"]}
+        message = {key: value for key, value in message.items() if key != "reasoning_content"} | named
+    if is_text or "tool_calls" not in message:
         return message
     calls = [
         call | {"function": call["function"] | {"arguments": _parsed(call["function"]["arguments"])}}

@@ -1,54 +1,25 @@
-"""Messages to token ids by the model's own chat template, so that a client's text never becomes a control token.
-
-A conversation is continued by rendering a synthetic one whose last assistant text is a sentinel, plus the new messages;
-`probe` finds which synthetic prefix works, and which roles and tools the template supports. A template that drops a
-message counts as not supporting it, the same as one that raises.
-"""
+"""Messages to token ids by the model's own chat template, so that a client's text never becomes a control token."""
 
 import datetime
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RustTokenizer
 
-from holdfast.chat.messages import Message, for_template
+from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import InvalidArgument, ModelError, TemplateError
 from holdfast.models import ModelSource
 
-SENTINEL = f"holdfast-{secrets.token_hex(8)}"  # random, so that no message contains it
-USER: Message = {"role": "user", "content": "-"}
-SYSTEM: Message = {"role": "system", "content": "-"}
-
-NO_END_OF_TURN = "the chat template does not mark where an assistant's turn ends, so a chat cannot be continued"
-
-_MARK = f"mark-{secrets.token_hex(8)}"
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": _MARK, "description": "-", "parameters": {"type": "object", "properties": {}}},
-}
-
-
-def _call(arguments: Any) -> list[dict[str, Any]]:
-    return [{"id": "call00000", "type": "function", "function": {"name": _MARK, "arguments": arguments}}]
-
-
-_AFTER_TEXT: list[list[Message]] = [
-    [USER, {"role": "assistant", "content": SENTINEL}],
-    [SYSTEM, USER, {"role": "assistant", "content": SENTINEL}],
-]
-_AFTER_CALL: list[list[Message]] = [
-    [USER, {"role": "assistant", "content": "", "tool_calls": _call(SENTINEL)}],
-    [USER, {"role": "assistant", "content": "", "tool_calls": _call(f'{{"a": "{SENTINEL}"}}')}],
-    *_AFTER_TEXT,
-]
+REASONING_TAGS = ("<think>", "</think>")
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -92,6 +63,27 @@ def load_template(source: ModelSource, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(source.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
 
 
+def with_controls(tokenizer: Tokenizer, template: ChatTemplate) -> Tokenizer:
+    """The tokenizer with the tokens that open messages as control tokens, which some tokenizer files leave plain.
+
+    Where that is so, every added token that the template spells becomes a control token, except reasoning tags. Without
+    this, a client that spells the opener of a message could write one.
+    """
+    talk = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
+    try:
+        rendered = template.render(talk, add_generation_prompt=True)
+    except TemplateError:
+        return tokenizer
+    added = tokenizer.inner.get_added_tokens_decoder().values()
+    plain = {token.content for token in added if not token.special and token.content.strip()} - {*REASONING_TAGS}
+    if not any(token in rendered for token in plain):
+        return tokenizer
+    state = json.loads(tokenizer.inner.to_str())
+    for token in state["added_tokens"]:
+        token["special"] |= token["content"] in plain and token["content"] in template.source
+    return replace(tokenizer, inner=RustTokenizer.from_str(json.dumps(state)))
+
+
 class Renderer:
     """Template and tokenizer together. With `allow_control`, control tokens spelled in messages become real ones."""
 
@@ -121,7 +113,7 @@ class Renderer:
         try:
             if is_limited:
                 self.tokenizer.check_size(_size([*messages, given]), "messages")
-            shown = [self._guarded(for_template(message)) for message in messages]
+            shown = [self._guarded(message) for message in messages]
             given = self._guarded(given)
         except RecursionError as exc:
             raise InvalidArgument("messages, tools or chat_template_kwargs are nested too deeply") from exc
@@ -189,8 +181,14 @@ def _strings(value: Any) -> list[str]:
     return [text for item in inner for text in _strings(item)]
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
@@ -199,59 +197,3 @@ def _raise(message: str) -> None:
 
 def _now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """`after_text` and `after_call` are the prefixes that work after a text and after a tool call (None: no prefix)."""
-
-    first_roles: frozenset[str]
-    next_roles: frozenset[str]
-    has_tools: bool
-    after_text: list[Message]
-    after_call: list[Message] | None
-
-
-def probe(renderer: Renderer) -> Abilities:
-    """What the renderer's template supports. Raises ModelError if a conversation cannot be continued with it."""
-    has_tools = _MARK in _try(renderer, [USER], with_tools=True)
-    after_text = _working(renderer, _AFTER_TEXT, _marked("user"), has_tools)
-    if after_text is None:
-        raise ModelError(NO_END_OF_TURN)
-    after_call = _working(renderer, _AFTER_CALL, _marked("tool"), has_tools)
-    first = {role for role in ("system", "developer") if _MARK in _try(renderer, [_marked(role), USER])}
-    first |= {role for role in ("user", "assistant") if _MARK in _try(renderer, [USER, _marked(role)])}
-    following = {
-        role
-        for role in ("system", "developer", "user", "assistant")
-        if _MARK in _try(renderer, [*after_text, _marked(role)]).rpartition(SENTINEL)[2]
-    }
-    if after_call is not None:
-        first.add("tool")
-        following.add("tool")
-    return Abilities(frozenset(first), frozenset(following), has_tools, after_text, after_call)
-
-
-def _marked(role: str) -> Message:
-    message: Message = {"role": role, "content": _MARK}
-    return message | {"tool_call_id": "call00000", "name": "-"} if role == "tool" else message
-
-
-def _working(
-    renderer: Renderer, prefixes: list[list[Message]], message: Message, with_tools: bool
-) -> list[Message] | None:
-    for prefix in prefixes:
-        text = _try(renderer, [*prefix, message], with_tools=with_tools)
-        tail = text.rpartition(SENTINEL)[2]
-        ends = any(renderer.tokenizer.is_control(token) for token in renderer.encode(tail.partition(_MARK)[0]))
-        if text.count(SENTINEL) == 1 and _MARK in tail and ends:
-            return prefix
-    return None
-
-
-def _try(renderer: Renderer, messages: list[Message], *, with_tools: bool = False) -> str:
-    """The rendered text, or "" if the template raises."""
-    try:
-        return renderer.text(messages, prompt=True, tools=[_TOOL] if with_tools else ())
-    except TemplateError:
-        return ""

@@ -1,10 +1,11 @@
-"""Text to token ids and back, by the model's own tokenizer (tokenizer.json, or a GGUF file's vocabulary)."""
+"""Text to token ids and back, by the model's own tokenizer: tokenizer.json, tiktoken's files, or a GGUF file's."""
 
 import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -13,18 +14,16 @@ from tokenizers.decoders import DecodeStream
 
 from holdfast.errors import ContextTooLong, InvalidArgument, ModelError
 from holdfast.models import GGUFSource, ModelSource
+from holdfast.models.tiktoken_file import LLAMA3_SPLIT, QWEN2_SPLIT, TiktokenVocabulary, token_text
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched before any merging
-
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 # Where every pre-tokenizer that `_can_split` knows splits, whatever comes before and after: their patterns match white
 # space only at the start of a part, or after punctuation that line breaks follow, and look ahead at most one character.
 _BOUNDARY = re.compile(r"(?<=[!-~])(?= [!-~])|(?<=[A-Za-z0-9])(?=\n[!-~])")
+_PLAIN_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]  # they stand for themselves in a vocabulary
+_OTHER_BYTES = [byte for byte in range(256) if byte not in _PLAIN_BYTES]  # they follow from character 256 on
+_BYTE_CHARS = [chr(byte if byte in _PLAIN_BYTES else 256 + _OTHER_BYTES.index(byte)) for byte in range(256)]
 _PIECE = 1 << 18  # characters that are tokenized at once; the tokenizer takes 60 to 380 bytes of memory for each
 
 
@@ -134,9 +133,7 @@ class Tokenizer:
         """The byte behind each character of a byte-level vocabulary; empty for other vocabularies."""
         if not isinstance(self.inner.decoder, decoders.ByteLevel):
             return {}
-        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
-        shifted = [byte for byte in range(256) if byte not in plain]  # the others follow from 256 on
-        return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(shifted)}
+        return {char: byte for byte, char in enumerate(_BYTE_CHARS)}
 
     @cached_property
     def _missing_bytes(self) -> frozenset[int]:
@@ -170,7 +167,7 @@ class Tokenizer:
             all(step["type"] in ("Split", "Digits", "ByteLevel") for step in steps)
             and not any(step.get("add_prefix_space") or step.get("invert") for step in steps)
             and all(step.get("behavior", "Isolated") == "Isolated" for step in steps)
-            and all(pattern in (_LLAMA3_SPLIT, _QWEN2_SPLIT) for pattern in splits)
+            and all(pattern in (LLAMA3_SPLIT, QWEN2_SPLIT) for pattern in splits)
             and bool(splits or any(by_words))
         )
 
@@ -209,24 +206,49 @@ class Detokenizer:
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     if isinstance(source, GGUFSource):
         return _from_gguf(source)
-    path = source.path / "tokenizer.json"
+    inner = _from_tiktoken(source.tiktoken) if source.tiktoken else _from_json(source.path)
+    bos, eos = (token_text(source.tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
+    return Tokenizer(inner, source.eos_token_ids, bos, eos)
+
+
+def _from_json(folder: Path) -> RustTokenizer:
+    path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{source.path} has no tokenizer.json, which chat and text need; token ids work without it")
-    config = source.read_json("tokenizer_config.json") or {}
+        raise ModelError(f"{folder} has no tokenizer.json, which chat and text need; token ids work without it")
     try:
-        inner = RustTokenizer.from_file(str(path))
+        return RustTokenizer.from_file(str(path))
     except Exception as exc:
         raise ModelError(f"{path} is not a readable tokenizer: {exc}") from exc
-    return Tokenizer(
-        inner,
-        source.eos_token_ids,
-        _token_text(config.get("bos_token")),
-        _token_text(config.get("eos_token")),
-    )
 
 
-def _token_text(token: str | dict[str, Any] | None) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else token or ""
+def _from_tiktoken(vocabulary: TiktokenVocabulary) -> RustTokenizer:
+    """tiktoken merges any two neighbours that are a token together, the lowest rank first: so each is a merge here."""
+    ranks = vocabulary.ranks
+    texts = {token: "".join(_BYTE_CHARS[byte] for byte in token) for token in ranks}
+    merges = [
+        (texts[token[:cut]], texts[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    special = vocabulary.special_tokens
+    plain = {texts[token]: rank for token, rank in ranks.items()}
+    try:
+        inner = RustTokenizer(models.BPE(vocab=plain | special, merges=merges, ignore_merges=True))
+        inner.pre_tokenizer = pre_tokenizers.Sequence([_split(vocabulary.pattern), _bytes_only()])
+    except Exception as exc:
+        raise ModelError(f"{vocabulary.path} cannot be used with the split {vocabulary.pattern!r}: {exc}") from exc
+    for text in special:
+        if text in plain or _is_one_word(inner, text):
+            raise ModelError(f"{vocabulary.path}: the control token {text!r} is also what plain text may become")
+    inner.normalizer = normalizers.NFC() if vocabulary.composes else None
+    inner.decoder = decoders.ByteLevel()
+    inner.add_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    return inner
+
+
+def _is_one_word(inner: RustTokenizer, text: str) -> bool:
+    return [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)] == [text]
 
 
 def _from_gguf(source: GGUFSource) -> Tokenizer:
@@ -264,19 +286,22 @@ def _from_gguf(source: GGUFSource) -> Tokenizer:
 
 def _pre_tokenizer(source: GGUFSource, name: str) -> Any:
     """How text is split before merging. `name` is llama.cpp's."""
-
-    def split(pattern: str) -> Any:
-        return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     known: dict[str, list[Any]] = {
         "smollm": [pre_tokenizers.Digits(individual_digits=True), words],
         "gpt-2": [words],
         "default": [words],
-        "qwen2": [split(_QWEN2_SPLIT), bytes_only],
-        "llama-bpe": [split(_LLAMA3_SPLIT), bytes_only],
+        "qwen2": [_split(QWEN2_SPLIT), _bytes_only()],
+        "llama-bpe": [_split(LLAMA3_SPLIT), _bytes_only()],
     }
     if name not in known:
         raise ModelError(f"{source.path}: pre-tokenizer {name!r} is not supported; known: {', '.join(known)}")
     return pre_tokenizers.Sequence(known[name])
+
+
+def _split(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def _bytes_only() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

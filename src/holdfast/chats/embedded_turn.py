@@ -9,7 +9,7 @@ import msgspec
 from holdfast.chat.reply import AssistantReply, ReplyEnd, ReplyPiece, TokenUsage
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatTurn, TurnResult, check_fits, kept_request, run_off_loop
-from holdfast.generation import weight_spans
+from holdfast.generation import Done, Sampled, weight_spans
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.record import TurnFacts
 
@@ -27,8 +27,12 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
     is_reasoning = prompt.is_reasoning and request.params.constraint is None
     reply = setup.chat.reply(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning)
     cache.needs_rewind = True  # from here on the backend holds more than is recorded
+    first_token_s, done = None, None
     async with contextlib.aclosing(claim.generate(params, parent.ids(since=base) + prompt.ids)) as batches:
         async for batch in batches:
+            if first_token_s is None and any(isinstance(event, Sampled) for event in batch):
+                first_token_s = turn.elapsed_s()
+            done = batch[-1] if isinstance(batch[-1], Done) else None
             for piece in reply.take(batch):
                 yield piece
             if reply.is_stopped:
@@ -43,6 +47,12 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
         weight_spans=spans if len(spans) > 1 and ending.tokens else (),
         started_at=started_at,
         ended_at=time.time(),
+        effort=turn.effort(
+            prompt_tokens=ending.usage.prompt_tokens,
+            cached_tokens=ending.usage.cached_tokens,
+            first_token_s=first_token_s,
+            **_speculation(done),
+        ),
     )
     body = msgspec.json.encode(turn.request.writer.whole([ending]))
     yield TurnResult(
@@ -55,6 +65,15 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
         body=body,
         ending=ending,
     )
+
+
+def _speculation(done: Done | None) -> dict[str, int]:
+    """Of a reply with drafts: drafted and accepted tokens, and the steps, each of which samples one token more than it
+    accepts. Nothing of a reply that a stop string has ended, which hides what the engine did."""
+    if done is None or not done.num_proposed:
+        return {}
+    steps = done.num_generated - done.num_accepted
+    return {"spec_drafted": done.num_proposed, "spec_accepted": done.num_accepted, "spec_steps": steps}
 
 
 async def _pin(turn: ChatTurn, claim: Claim) -> None:

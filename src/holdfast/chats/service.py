@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from holdfast.chat.messages import read_messages
 from holdfast.chat.template import RESERVED
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
+from holdfast.chats.samples.mismatch import mismatches
 from holdfast.chats.samples.sample import Export
 from holdfast.chats.trajectory import NAME, Trajectory
 from holdfast.chats.tree import Node
@@ -256,18 +258,29 @@ class ChatService:
             reward=trajectory.reward if trajectory else None,
             is_forest=trajectory.is_forest if trajectory else False,
             summary={"history_length": view.history_length, "dropped_tokens": view.dropped_token_count},
+            expert_shape=self.setup.expert_shape(),
         )
-        detokenize = self.setup.chat.tokenizer.decode
+        chat, journal = self.setup.chat, self._runtime.journal
+        detokenize = chat.tokenizer.decode
         if trajectory is None:
             pieces = self._runtime.history(session_id, owner)
             return partial(from_spans, pieces, options, facts, detokenize=detokenize)
-        journal = self._runtime.journal
+        tree, tip = trajectory.tree, trajectory.tree.tip
 
         def response_of(node: Node) -> bytes:
             kept = node.turn.response
             return kept if kept is not None else journal.response(session_id, node.number)
 
-        return partial(assemble, trajectory.tree, options, facts, detokenize=detokenize, response_of=response_of)
+        def export() -> Export:
+            told = {
+                "accumulated_token_ids": tip.ids(),
+                "max_trim_tokens": chat.continuation.max_trim_tokens,
+                "tito_session_mismatch": mismatches(tip, chat),
+            }
+            whole = replace(facts, summary={**facts.summary, **told})
+            return assemble(tree, options, whole, detokenize=detokenize, response_of=response_of)
+
+        return export
 
     def confirm(self, session_id: str, number: int) -> None:
         """The response of a turn has reached its client, as far as a server can know."""
@@ -297,6 +310,9 @@ def _check_imported(node: Node) -> None:
         raise ValueError(f"the messages in the request of turn {turn.number} are not a list")
     for part in (request, reply, turn.facts.sampling):
         _check_depth(part, f"turn {turn.number}")
+    spans = [num for _, num in turn.facts.weight_spans]
+    if spans and (min(spans) < 1 or sum(spans) != len(turn.sampled)):
+        raise ValueError(f"the weight_spans of turn {turn.number} do not cover its sampled tokens")
     for ranges in ([turn.facts.routed_experts], [turn.facts.indexer_topk], turn.facts.cut):
         at = 0
         for start, end in (part for part in ranges if isinstance(part, tuple)):

@@ -160,7 +160,13 @@ class Trajectory:
             prompt = continuation.first(new, request.tools, request.variables, fits)
         else:
             prompt = continuation.tail(
-                parent.last_token, new, request.tools, request.variables, fits, start=parent.num_messages
+                parent.last_token,
+                new,
+                request.tools,
+                request.variables,
+                fits,
+                start=parent.num_messages,
+                reply=parent.turn.reply,
             )
         has_siblings = parent is not tree.root and bool(parent.children)
         return PreparedTurn(

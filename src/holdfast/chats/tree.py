@@ -25,13 +25,13 @@ class Node:
     parent: "Node | None"
     children: list["Node"] = field(default_factory=list)
     depth: int = field(init=False)  # sampled turns on the path
-    end: int = field(init=False)  # tokens on the path
+    end: int = field(init=False)  # tokens on the path, as the next turn goes on from them
     num_messages: int = field(init=False)  # messages on the path, replies included
 
     def __post_init__(self) -> None:
         above, turn = self.parent, self.turn
         self.depth = above.depth + 1 if above else 0
-        self.end = (above.end if above else 0) + len(turn.given) + len(turn.sampled)
+        self.end = (above.end if above else 0) + len(turn.given) + turn.num_lasting
         self.num_messages = above.num_messages + len(turn.messages) + 1 if above else 0
 
     @property
@@ -40,8 +40,13 @@ class Node:
 
     @property
     def last_token(self) -> int | None:
+        """Of the reply, as it was sampled."""
         tokens = self.turn.sampled or self.turn.given
         return tokens[-1] if tokens else None
+
+    def tokens(self) -> "array[int]":
+        """What this turn adds to the path."""
+        return self.turn.given + self.turn.sampled[: self.turn.num_lasting]
 
     def path(self) -> list["Node"]:
         """From the first turn down to this one."""
@@ -68,7 +73,7 @@ class Node:
     def ids(self, since: "Node | None" = None) -> list[int]:
         """All tokens on the path, or those after the ancestor `since`."""
         nodes = self.path()[since.depth if since else 0 :]
-        return [token for node in nodes for part in (node.turn.given, node.turn.sampled) for token in part]
+        return [token for node in nodes for token in node.tokens()]
 
 
 class Match(NamedTuple):

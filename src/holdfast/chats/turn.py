@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,6 +80,7 @@ class ChatSetup:
     is_forest: bool = False  # what a new session is, unless its client says
     max_conversations: int = 8  # caches that one forest may have
     stream_stall_s: float = 0.0  # how long a turn waits for its readers, in all; 0: no limit
+    expert_shape: Callable[[], tuple[int, int] | None] = lambda: None  # layers and experts per token, if known
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -114,6 +116,7 @@ class ChatTurn:
         self.events = Broadcast[TurnEvent](setup.stream_stall_s)
         self._committing: asyncio.Task[TurnRecord] | None = None
         self._has_begun = False
+        self._queued_at = self._admitted_at = time.perf_counter()
 
     def start(self) -> None:
         self.trajectory.turns.append(self)
@@ -143,7 +146,9 @@ class ChatTurn:
             )
         )
         owner = self.trajectory.owner
+        self._queued_at = time.perf_counter()
         async with setup.admission.admitted(owner=owner), contextlib.aclosing(setup.source(self)) as events:
+            self._admitted_at = time.perf_counter()
             async for event in events:
                 if not isinstance(event, TurnResult):
                     self.events.publish(event)
@@ -155,6 +160,19 @@ class ChatTurn:
                 self.events.publish(
                     TurnResponse(body=event.body, number=number, status=event.status, headers=event.headers)
                 )
+
+    def elapsed_s(self) -> float:
+        """Seconds since the turn was admitted."""
+        return time.perf_counter() - self._admitted_at
+
+    def effort(self, **known: float | None) -> dict[str, float]:
+        """What the reply took until now: what is `known` of it, the wait in the queue, and the time since then."""
+        times = {"queue_s": self._admitted_at - self._queued_at, "total_s": self.elapsed_s()}
+        return {
+            name: value if isinstance(value, int) else round(value, 6)
+            for name, value in (known | times).items()
+            if value is not None
+        }
 
     def _num_dropped(self) -> int:
         session, recent = self.claim.session, self.setup.runtime.model.recent
@@ -232,7 +250,7 @@ class ChatTurn:
             given=prepared.prompt.ids,
             sampled=result.tokens,
             finish_reason=result.finish_reason,
-            facts=self._facts(result.facts),
+            facts=self._facts(result.facts, result.tokens),
             num_control=prepared.prompt.num_control,
             request=result.request,
             response=result.response,
@@ -257,9 +275,15 @@ class ChatTurn:
         await claim.replace_history(base.end, turns, sink=_pinned(node, claim.session.sink))
         return turn
 
-    def _facts(self, facts: TurnFacts) -> TurnFacts:
+    def _num_trimmed(self, tokens: Sequence[Sampled]) -> int:
+        """How many of the sampled tokens the next turn does not go on from."""
+        return self.setup.chat.continuation.num_trimmed(tokens[-1].token) if tokens else 0
+
+    def _facts(self, facts: TurnFacts, tokens: Sequence[Sampled]) -> TurnFacts:
         """With what is known of the request: the ids that it came with, where it stands."""
         request, prepared = self.request, self.prepared
+        if num_trimmed := self._num_trimmed(tokens):
+            facts = replace(facts, num_trimmed=num_trimmed)
         if request.response_id or request.agent or prepared.is_edited:
             agent, is_edited = dict(request.agent), prepared.is_edited
             facts = replace(facts, response_id=request.response_id, agent=agent, is_edited=is_edited)
@@ -269,9 +293,10 @@ class ChatTurn:
 
     async def _sync_history(self, result: TurnResult) -> None:
         """Bring the session's history to the end of the turn: adopt an upstream's tokens, or rewind what our engine
-        sampled beyond a stop string."""
+        sampled beyond a stop string, or what the next turn does not go on from."""
         trajectory, prepared, claim = self.trajectory, self.prepared, self.claim
-        end = prepared.parent.end + len(prepared.prompt.ids) + len(result.tokens)
+        lasting = result.tokens[: len(result.tokens) - self._num_trimmed(result.tokens)]
+        end = prepared.parent.end + len(prepared.prompt.ids) + len(lasting)
         if trajectory.is_forest:
             if self._cache is None:  # an upstream needs none
                 return
@@ -281,7 +306,7 @@ class ChatTurn:
             base, _ = await trajectory.cache.sync_to(claim, prepared.parent)
             trajectory.cache.needs_rewind = True
             reason = StopReason.MAX_TOKENS if result.finish_reason == "length" else StopReason.EOS
-            await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, result.tokens, reason)
+            await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, lasting, reason)
         elif claim.history_length > end:
             await claim.rewind(end)
         claim.check_not_closed()

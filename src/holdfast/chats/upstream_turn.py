@@ -51,6 +51,7 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
                 routed_experts=completion.routed_experts,
                 indexer_topk=completion.indexer_topk,
                 cut=completion.cut,
+                effort=turn.effort(prompt_tokens=len(ids), num_aborted=reply.num_aborted or None, **completion.effort),
             ),
             request=kept_request(reply.request, prepared.parent),
             response=reply.received,

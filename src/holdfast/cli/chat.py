@@ -146,9 +146,9 @@ def _with_tokens(
     """A conversation whose tokens are made here: for an engine in this process, or for a server's gRPC endpoint."""
     config = replace(from_arguments(EngineConfig, arguments), sessions=1)
     with console.status(f"loading {arguments.model}"):
-        source = open_model(arguments.model)
+        source = open_model(arguments.model, tokenizer_only=bool(arguments.server))
         params, system = _settings(arguments, source.name)
-        chat = load_chat(source, ChatConfig(), source.architecture.vocab_size)
+        chat = load_chat(source, ChatConfig(), source.vocab_size)
         session: LocalSession | ServerSession
         if arguments.server:
             client = async_client(arguments)

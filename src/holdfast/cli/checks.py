@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from holdfast.chat.abilities import Abilities
 from holdfast.chat.chat_model import load_chat
-from holdfast.chat.template import Abilities
 from holdfast.cli import machine
 from holdfast.cli.machine import DataDirectory, Library, Memory
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
@@ -215,7 +215,9 @@ def check_server(server: ServeConfig, upstream: UpstreamConfig) -> list[Finding]
     try:
         check_upstream(server, upstream)
         if upstream.upstream:
-            findings.append(Finding("upstream", "ok", f"{server.backend} at {upstream.upstream}, not contacted"))
+            findings.append(
+                Finding("upstream", "ok", f"{server.backend} at {', '.join(upstream.upstreams)}, not contacted")
+            )
     except ConfigError as exc:
         findings.append(Finding("upstream", "problem", str(exc)))
     return findings
@@ -244,18 +246,22 @@ def _check_certificate(chain: str, key: str) -> Finding:
 
 
 def check_model(name: str, chat: ChatConfig | None, device: Device) -> tuple[ModelFacts | None, list[Finding]]:
-    """The facts, if the model can be opened. `chat` is None if the server has no HTTP endpoint."""
+    """The facts, if the model can be opened and computed with here. `chat` is None without an HTTP endpoint."""
+    facts = None
     try:
-        source = open_model(name)
-        facts = facts_of(source)
+        source = open_model(name, tokenizer_only=not device)
         if device:
+            facts = facts_of(source)
             open_weights(source, for_mlx=True)  # checks that every file is complete
         if device in ("cpu", "cuda"):
             require_plain_weights(source)
     except ModelError as exc:
         return None, [Finding("model", "problem", str(exc))]
-    arch = facts.architecture
-    says = f"{facts.name}: {arch.family}, {facts.num_parameters / 1e6:,.0f} M parameters, context of {arch.context:,}"
+    if facts:
+        arch, size = facts.architecture, f"{facts.num_parameters / 1e6:,.0f} M parameters"
+        says = f"{facts.name}: {arch.family}, {size}, context of {arch.context:,}"
+    else:
+        says = f"{source.name}: a vocabulary of {source.vocab_size:,}; the upstream has the weights"
     findings = [Finding("model", "ok", says)]
     if chat:
         findings.append(_check_chat(source, chat))
@@ -302,7 +308,7 @@ def facts_of(source: ModelSource) -> ModelFacts:
 
 def _check_chat(source: ModelSource, config: ChatConfig) -> Finding:
     try:
-        return check_abilities(load_chat(source, config, source.architecture.vocab_size).continuation.abilities)
+        return check_abilities(load_chat(source, config, source.vocab_size).continuation.abilities)
     except ConfigError as exc:
         return Finding("chat", "problem", str(exc))
     except ModelError as exc:

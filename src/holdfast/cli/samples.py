@@ -1,4 +1,4 @@
-"""`holdfast samples`: check and show files of exported samples; needs no server."""
+"""`holdfast samples`: check, show and convert files of exported samples; needs no server."""
 
 import argparse
 from pathlib import Path
@@ -11,11 +11,14 @@ from rich.table import Table
 from holdfast.chats.samples.certificate import problems, problems_of
 from holdfast.chats.samples.formats import decode
 from holdfast.chats.samples.sample import Export, Sample
+from holdfast.chats.samples.trainers import Layout, Trainer, convert
 from holdfast.errors import ConfigError, SamplesUnusable, Unimplemented
+
+_SUFFIXES = {Trainer.TRL: "json", Trainer.SKYRL: "json", Trainer.VERL: "safetensors", Trainer.MILES: "pt"}
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("samples", help="check and show exported samples", description=__doc__)
+    parser = commands.add_parser("samples", help="check, show and convert exported samples", description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     verify = actions.add_parser(
         "verify", help="check certificates and loss masks; exits with 1 if a file has a problem"
@@ -25,6 +28,21 @@ def register(commands: Any) -> None:
     show = actions.add_parser("show", help="show the samples in a file")
     show.add_argument("file", type=Path, metavar="FILE", help="safetensors, JSON or Parquet")
     show.set_defaults(run=_show)
+    convert = actions.add_parser("convert", help="write samples in the layout of a trainer")
+    convert.add_argument("files", nargs="+", type=Path, metavar="FILE", help="safetensors, JSON or Parquet")
+    convert.add_argument("--to", required=True, choices=[one.value for one in Trainer], help="the trainer")
+    convert.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: beside the first FILE, named for the trainer"
+    )
+    convert.add_argument("--without-experts", action="store_true", help="leave out routed experts and indexer choices")
+    convert.add_argument(
+        "--weight-versions", choices=("names", "spans"), default="names", help="how miles is told weight versions"
+    )
+    convert.add_argument("--pad-token-id", type=int, default=0, metavar="ID", help="what verl's arrays are padded with")
+    for name in ("prompt", "response"):
+        about = f"tokens to which verl's {name}s are padded; default: the longest"
+        convert.add_argument(f"--{name}-length", type=int, metavar="TOKENS", help=about)
+    convert.set_defaults(run=_convert)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -60,6 +78,32 @@ def _show(arguments: argparse.Namespace) -> int:
         console.print(line, soft_wrap=True, highlight=False)
     console.print(table)
     console.print(_counts(export), highlight=False)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    trainer, samples = Trainer(arguments.to), list[Sample]()
+    for path in arguments.files:
+        try:
+            samples += decode(path.read_bytes()).samples
+        except OSError as exc:
+            raise ConfigError(f"{path}: {exc.strerror or exc}") from exc
+    if samples and (found := problems(Export(samples=tuple(samples)))):
+        raise SamplesUnusable(found[0], reason="certificate")
+    layout = Layout(
+        has_experts=not arguments.without_experts,
+        has_version_spans=arguments.weight_versions == "spans",
+        pad_token_id=arguments.pad_token_id,
+        prompt_length=arguments.prompt_length,
+        response_length=arguments.response_length,
+    )
+    content = convert(samples, trainer, layout)
+    out = arguments.out or arguments.files[0].with_suffix(f".{trainer}.{_SUFFIXES[trainer]}")
+    try:
+        out.write_bytes(content)
+    except OSError as exc:
+        raise ConfigError(f"{out}: {exc.strerror or exc}") from exc
+    print(f"{out}: {_counts(Export(samples=tuple(samples)))}")
     return 0
 
 

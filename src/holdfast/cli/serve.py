@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import shlex
 from collections.abc import Container
@@ -13,8 +14,9 @@ from rich.markup import escape
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
 from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.tokenizer_check import SAMPLE_TEXT, TokenSample
 from holdfast.backends.transport import parse_routes
-from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
+from holdfast.backends.upstream import DEFAULT_CONTEXT, UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli.checks import require_fit
@@ -33,7 +35,7 @@ from holdfast.config import (
     from_arguments,
 )
 from holdfast.engine.factory import build_worker
-from holdfast.errors import ConfigError, ModelError
+from holdfast.errors import ConfigError, InvalidArgument, ModelError
 from holdfast.metrics import Metrics
 from holdfast.models import ModelSource, open_model
 from holdfast.serving.http import Upstream
@@ -112,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     upstream = from_arguments(UpstreamConfig, arguments)
     check_upstream(server, upstream)
     with console.status(f"loading {name}"):
-        source = open_model(name)
+        source = open_model(name, tokenizer_only=server.backend != "embedded")
         metrics = Metrics()
         chat = _load_chat(source, from_arguments(ChatConfig, arguments), console) if server.http else None
         backend: ServedBackend
@@ -123,13 +125,16 @@ def run(arguments: argparse.Namespace) -> int:
             about = f"{engine.sessions} sessions of {engine.sink} + {engine.recent} tokens"
         else:
             remote = _remote(source, server, upstream, metrics)
-            backend, about = remote, f"by {server.backend} at {upstream.upstream}"
+            backend, about = remote, f"by {server.backend} at {', '.join(upstream.upstreams)}"
             if chat:
-                chat = replace(chat, upstream=Upstream(remote, remote.transport, parse_routes(upstream.passthrough)))
+                remote.sample = _sample(source, chat)
+                chat = replace(chat, upstream=Upstream(remote, parse_routes(upstream.passthrough)))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:
         doors = _banner(addresses, server, name, has_chat=chat is not None)
+        if backend.not_ready:
+            doors.append(f"  [yellow]{escape(backend.not_ready)}; it is tried again until it is[/]")
         banner = [title, *doors, "[dim]Ctrl-C drains and stops[/]"]
         console.print("\n".join(banner), soft_wrap=True)  # a wrapped command cannot be copied
 
@@ -156,7 +161,7 @@ def _with_http_address(arguments: argparse.Namespace) -> ServeConfig:
 def _load_chat(source: ModelSource, config: ChatConfig, console: Console) -> Chat | None:
     """None, after a warning, if the model cannot chat; token sessions are served all the same."""
     try:
-        return Chat(load_chat(source, config, source.architecture.vocab_size), config)
+        return Chat(load_chat(source, config, source.vocab_size), config)
     except ConfigError:
         raise
     except ModelError as exc:
@@ -173,13 +178,22 @@ def _embedded(source: ModelSource, server: ServeConfig, engine: EngineConfig, me
 def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, metrics: Metrics) -> UpstreamBackend:
     model = upstream_model_info(
         name=server.served_model_name or source.name,
-        vocab_size=source.architecture.vocab_size,
+        vocab_size=source.vocab_size,
+        context=source.context or DEFAULT_CONTEXT,
         eos_token_ids=source.eos_token_ids,
         tokenizer_hash=source.tokenizer_hash,
         chat_template_hash=source.chat_template_hash,
     )
     kind = SGLangBackend if server.backend == "sglang" else VLLMBackend
-    return kind(config, model, observe=metrics.observe_upstream)
+    routing = source.routing
+    return kind(config, model, metrics=metrics, routing=(routing.num_layers, routing.top_k) if routing else None)
+
+
+def _sample(source: ModelSource, chat: Chat) -> TokenSample | None:
+    """Text that the upstream must read as we do; None where the vocabulary cannot express it."""
+    with contextlib.suppress(InvalidArgument):
+        return TokenSample(source.name, SAMPLE_TEXT, tuple(chat.model.tokenizer.encode(SAMPLE_TEXT)))
+    return None
 
 
 def _banner(addresses: ServerAddresses, server: ServeConfig, model: str, *, has_chat: bool) -> list[str]:

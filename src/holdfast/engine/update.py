@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPUTED = ".rotary_emb.inv_freq"  # in old files; the engine computes these itself
-_PIECE = 1 << 22  # values that are looked at together
+_PIECE = 1 << 18  # values that are looked at together: they stay in the cache of a core
 # The largest value that each dtype of an engine can hold: int8 has half-precision scales of 127 steps.
 _LARGEST = {"float32": 3.4e38, "bfloat16": 3.38e38, "int8": 127 * 65000.0}
 

@@ -1,18 +1,8 @@
 """Models on disk: names, files, architecture, vocabulary. No tensors on a device, no torch."""
 
-from holdfast.models.architecture import Architecture
-from holdfast.models.source import (
-    BUNDLED,
-    BundledModel,
-    ChatDefaults,
-    GGUFSource,
-    HFSource,
-    ModelSource,
-    chat_defaults,
-    open_model,
-    pull,
-    require_plain_weights,
-)
+from holdfast.models.architecture import Architecture, Routing
+from holdfast.models.bundled import BUNDLED, BundledModel, ChatDefaults, chat_defaults, pull
+from holdfast.models.source import GGUFSource, HFSource, ModelSource, open_model, require_plain_weights
 
 __all__ = [
     "BUNDLED",
@@ -22,6 +12,7 @@ __all__ = [
     "GGUFSource",
     "HFSource",
     "ModelSource",
+    "Routing",
     "chat_defaults",
     "open_model",
     "pull",

@@ -61,6 +61,44 @@ class Architecture:
         return self.num_layers * layer + embeddings
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A mixture of experts: `num_layers` of the model's `depth` layers route each token to `top_k` experts."""
+
+    num_layers: int
+    top_k: int
+    depth: int  # servers report experts for every layer, also for those that do not route
+
+
+def routing_of(config: dict[str, Any]) -> Routing | None:
+    """The routing that a Hugging Face `config.json` describes. None if it has no experts, or does not tell."""
+    top_k = next((config[key] for key in _TOP_K if config.get(key)), None)
+    try:
+        depth = int(config["num_hidden_layers"])
+        num_layers = sum(_routes(layer, config) for layer in range(depth))
+        return Routing(num_layers, int(top_k), depth) if top_k and num_layers else None
+    except (LookupError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+_TOP_K = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+
+
+def _routes(layer: int, config: dict[str, Any]) -> bool:
+    """Whether this layer has experts. The families name the exceptions in different ways."""
+    frequency = config.get("moe_layer_freq") or 1
+    if isinstance(frequency, list):  # one number for each layer
+        return bool(frequency[layer])
+    if isinstance(listed := config.get("moe_layers"), list):
+        return layer in listed
+    return (
+        layer >= (config.get("first_k_dense_replace") or 0)
+        and layer % frequency == 0
+        and layer not in (config.get("mlp_only_layers") or [])
+        and (layer + 1) % (config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1) == 0
+    )
+
+
 def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, Any] | None = None) -> tuple[float, ...]:
     """Radians per position for each pair of dimensions, in double precision, with any scaling applied."""
     plain = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]

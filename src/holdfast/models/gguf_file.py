@@ -88,6 +88,18 @@ class GGUFFile:
             raise ModelError(f"{self.path} lacks the GGUF key {key!r}")
         return value
 
+    @property
+    def vocab_size(self) -> int:
+        """The rows of the embedding; without that tensor, the number of texts in the vocabulary."""
+        if place := self._tensors.get("token_embd.weight"):
+            return int(place.shape[1])
+        return len(self._required("tokenizer.ggml.tokens"))
+
+    @property
+    def context(self) -> int | None:
+        context = self.value(f"{self.value('general.architecture')}.context_length")
+        return context if isinstance(context, int) and context > 0 else None
+
     @cached_property
     def architecture(self) -> Architecture:
         kind = self._required("general.architecture")
@@ -109,7 +121,7 @@ class GGUFFile:
             raise ModelError(f"{self.path}: partial rotary embeddings are not supported")
         return Architecture(
             family=_FAMILIES[kind],
-            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            vocab_size=self.vocab_size,
             hidden_size=hidden_size,
             mlp_size=int(self._required(f"{kind}.feed_forward_length")),
             num_layers=int(self._required(f"{kind}.block_count")),

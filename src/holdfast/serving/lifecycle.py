@@ -197,7 +197,7 @@ async def _endpoints(
                 transfers=transfers,
                 upstream=upstream,
                 keys=keys,
-                not_ready=lambda: "draining" if is_draining else storage.journal.health,
+                not_ready=lambda: "draining" if is_draining else storage.journal.health or backend.not_ready,
             )
             http = _http_server(app, config, runtime.metrics)
             calls.append(app.running)
@@ -206,7 +206,7 @@ async def _endpoints(
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(runtime.reap()),
-                group.create_task(_watch(backend, runtime.metrics)),
+                group.create_task(_watch(backend, grpc_server, runtime.metrics)),
                 group.create_task(_purge(runtime, config.retain_days)),
             ]
             if http:
@@ -247,6 +247,7 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
         stream_stall_s=config.stream_stall_s,
         is_forest=chat.config.history == "forest",
         max_conversations=chat.config.max_conversations,
+        expert_shape=chat.upstream.chat.expert_shape if chat.upstream else lambda: None,
     )
 
 
@@ -322,9 +323,14 @@ def _shown(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def _watch(backend: ServedBackend, metrics: Metrics) -> None:
-    """Measure how late the loop runs; end the server where its engine has died, for a supervisor to restart."""
+async def _watch(backend: ServedBackend, grpc_server: GrpcServer, metrics: Metrics) -> None:
+    """Measure how late the loop runs; tell gRPC's health service whether the backend is ready; end the server where
+    its engine has died, for a supervisor to restart."""
+    was_ready = True
     while True:
+        if (is_ready := backend.not_ready is None) != was_ready:
+            await grpc_server.set_serving(is_ready)
+            was_ready = is_ready
         started = time.perf_counter()
         await asyncio.sleep(_WATCH_INTERVAL_S)
         metrics.event_loop_lag.observe(max(0.0, time.perf_counter() - started - _WATCH_INTERVAL_S))

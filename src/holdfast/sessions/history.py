@@ -1,8 +1,9 @@
 """A token history in spans: runs of given tokens, and runs of sampled ones with their logprobs."""
 
+import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from holdfast.generation import Done, Event, Sampled, StopReason
@@ -17,7 +18,8 @@ class SpanKind(StrEnum):
 
 @dataclass(slots=True)
 class Span:
-    """Tokens from `start` on. A sampled span has two logprobs a token, and a stop reason once it ended."""
+    """Tokens from `start` on. A sampled span has two logprobs a token, and a stop reason once it ended. Where the
+    weights change during a generation, a new span begins."""
 
     kind: SpanKind
     start: int
@@ -25,6 +27,7 @@ class Span:
     logprobs: "array[float]" = field(default_factory=lambda: array("d"))
     sampling_logprobs: "array[float]" = field(default_factory=lambda: array("d"))
     stop_reason: StopReason | None = None
+    weight_version: str = ""
 
     @property
     def end(self) -> int:
@@ -41,6 +44,7 @@ class SpanPiece:
     logprobs: list[float]
     sampling_logprobs: list[float]
     stop_reason: StopReason | None  # only on the piece that holds the span's last token
+    weight_version: str = ""
 
 
 class History:
@@ -88,8 +92,12 @@ class History:
         """A new sampled span; it stays only if something is sampled into it."""
         return Span(SpanKind.SAMPLED, len(self._tokens))
 
-    def sample(self, span: Span, token: Sampled) -> None:
+    def sample(self, span: Span, token: Sampled) -> Span:
+        """Add a token to the span, or to a new one where other weights have sampled it; returns that span."""
+        if span.length and token.weight_version != span.weight_version:
+            span = self.begin_sampled()
         if not span.length:
+            span.weight_version = token.weight_version
             self.spans.append(span)
             self._counted(SpanKind.SAMPLED, 1, 0)
         self._counted(SpanKind.SAMPLED, 0, 1)
@@ -97,6 +105,7 @@ class History:
         span.length += 1
         span.logprobs.append(token.logprob)
         span.sampling_logprobs.append(token.sampling_logprob)
+        return span
 
     def rewind(self, length: int) -> None:
         del self._tokens[length:]
@@ -116,7 +125,7 @@ class History:
         other._tokens = self._tokens[:]
         other._counts = {kind: list(counts) for kind, counts in self._counts.items()}
         other.spans = [
-            Span(s.kind, s.start, s.length, s.logprobs[:], s.sampling_logprobs[:], s.stop_reason) for s in self.spans
+            replace(span, logprobs=span.logprobs[:], sampling_logprobs=span.sampling_logprobs[:]) for span in self.spans
         ]
         other.rewind(length)
         return other
@@ -134,7 +143,8 @@ class History:
                 continue
             inner = slice(first - span.start, None)
             reason = span.stop_reason.value if span.stop_reason else None
-            found.append(TokensSampled(session_id, tokens, span.logprobs[inner], span.sampling_logprobs[inner], reason))
+            logprobs = span.logprobs[inner], span.sampling_logprobs[inner]
+            found.append(TokensSampled(session_id, tokens, *logprobs, reason, span.weight_version))
         return found[::-1]
 
     def repeat(self, step: Step) -> None:
@@ -147,10 +157,13 @@ class History:
             case TurnRecord():
                 self.give(step.given)
                 turn_reason = StopReason.MAX_TOKENS if step.finish_reason == "length" else StopReason.EOS
-                self._sample_all(step.sampled, step.logprobs, step.sampling_logprobs, turn_reason)
+                weights = step.facts.weight_spans or ((step.facts.weight_versions[0], len(step.sampled)),)
+                logprobs = step.logprobs, step.sampling_logprobs
+                self._sample_all(step.sampled, *logprobs, turn_reason, weights, num=step.num_lasting)
             case TokensSampled():
                 reason = StopReason(step.stop_reason) if step.stop_reason else None
-                self._sample_all(step.tokens, step.logprobs, step.sampling_logprobs, reason)
+                weights = ((step.weight_version, len(step.tokens)),)
+                self._sample_all(step.tokens, step.logprobs, step.sampling_logprobs, reason, weights)
 
     def _sample_all(
         self,
@@ -158,10 +171,17 @@ class History:
         logprobs: "array[float]",
         sampling_logprobs: "array[float]",
         reason: StopReason | None,
+        weights: Sequence[tuple[str, int]],
+        *,
+        num: int | None = None,
     ) -> None:
+        """Take in the first `num` tokens, or all."""
         span = self.begin_sampled()
-        for token, logprob, sampling in zip(tokens, logprobs, sampling_logprobs, strict=True):
-            self.sample(span, Sampled(token=token, logprob=logprob, sampling_logprob=sampling))
+        versions = itertools.chain.from_iterable(itertools.repeat(version, num) for version, num in weights)
+        rows = zip(tokens, logprobs, sampling_logprobs, versions, strict=True)
+        for token, logprob, sampling, version in itertools.islice(rows, num):
+            sampled = Sampled(token=token, logprob=logprob, sampling_logprob=sampling, weight_version=version)
+            span = self.sample(span, sampled)
         span.stop_reason = reason
 
     def pieces(self, start: int, end: int, *, limit: int) -> Iterator[SpanPiece]:
@@ -178,6 +198,7 @@ class History:
                     span.logprobs[inner].tolist(),
                     span.sampling_logprobs[inner].tolist(),
                     span.stop_reason if last == span.end else None,
+                    span.weight_version,
                 )
                 first = last
 
@@ -189,11 +210,8 @@ class GenerationRecord:
         self._history = history
         self._tokens = tokens
         self.start = len(history)
+        self.num_sampled = 0
         self._span = None if tokens else history.begin_sampled()
-
-    @property
-    def num_sampled(self) -> int:
-        return self._span.length if self._span else 0
 
     def record(self, events: Sequence[Event], *, backend_length: int | None = None) -> None:
         """Take `events` over. Any event, or a backend that has grown, means that the tokens were taken in."""
@@ -203,7 +221,8 @@ class GenerationRecord:
             self._span = self._history.begin_sampled()
         for event in events:
             if isinstance(event, Sampled) and self._span:
-                self._history.sample(self._span, event)
+                self._span = self._history.sample(self._span, event)
+                self.num_sampled += 1
             elif isinstance(event, Done):
                 self.end(event.stop_reason)
 

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from holdfast.errors import ConfigError
+
 _NPY = b"\x93NUMPY"
 _NPY_TEXT = base64.b64encode(_NPY)
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -53,6 +55,34 @@ def payload_shape(content: bytes) -> tuple[int, ...]:
     if len(text) % 4 or num_bytes % 4 or digits.translate(None, _ALPHABET):
         raise ValueError("cannot be read: it is not base64 of 32-bit integers")
     return (num_bytes // 4,)
+
+
+def parse_expert_shape(text: str) -> tuple[int, int] | None:
+    """Layers and experts per token from `LAYERS,TOPK`; None for an empty text. Raises ConfigError for anything else."""
+    if not text:
+        return None
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and 0 < int(part) < 1 << 16 for part in parts):
+        raise ConfigError(f"routed_experts_shape must be LAYERS,TOPK, such as 48,8, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def expert_rows(
+    row: tuple[int, ...], *, shape: tuple[int, int] | None = None, routing: tuple[int, int] | None = None
+) -> tuple[int, ...]:
+    """The shape of a position's routed experts, of which `row` is known: flat or as layers and experts per token.
+
+    `shape` is how it must be; `routing` are the layers that route and their experts per token, and servers may count
+    the other layers too. Raises ValueError where the row is neither.
+    """
+    top_k = shape[1] if shape else routing[1] if routing else None
+    found = (row[0] // top_k, top_k) if top_k and len(row) == 1 else row
+    if math.prod(found) != math.prod(row) or (shape and found != shape):
+        told = f"{shape[0]} layers with {shape[1]} experts each" if shape else f"layers with {top_k} experts each"
+        raise ValueError(f"has {list(row)} values for each token, which are not {told}")
+    if routing and not shape and (found[-1] != routing[1] or found[0] < routing[0]):
+        raise ValueError(f"has {list(row)} values for each token; {routing[0]} layers route to {routing[1]} experts")
+    return found
 
 
 def _array(text: str) -> NDArray[Any]:

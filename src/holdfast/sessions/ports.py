@@ -1,7 +1,7 @@
 """The interface between sessions and backends: what a backend must implement, and the values that cross."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +123,10 @@ class ServedBackend(Backend, Protocol):
     def failure(self) -> BaseException | None:
         """Why nothing can be generated any more, where that is so."""
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why nothing can be generated at this moment, where that may pass."""
+
     async def prepare(self) -> None:
         """Called once, on the server's loop, before anything else."""
 
@@ -146,7 +150,8 @@ class UpstreamCompletion:
 
     `message` is the assistant message as it came, its content never None. The payloads are large, so they are given by
     their place in the bytes that were received: a JSON text in base64, or a JSON array; None where we did not ask for
-    them or it has none. `cut` are the members that the client's copy lacks.
+    them or it has none. `cut` are the members that the client's copy lacks. `effort`: what the upstream counted, under
+    the names of a turn's record.
     """
 
     token_ids: tuple[int, ...]
@@ -160,6 +165,7 @@ class UpstreamCompletion:
     indexer_topk: ByteRange | None = None
     cut: tuple[ByteRange, ...] = ()
     logprob_kind: LogprobKind = LogprobKind.UNKNOWN
+    effort: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +182,7 @@ class UpstreamReply:
     received: bytes
     request: Mapping[str, Any]
     completion: UpstreamCompletion | None = None
+    num_aborted: int = 0  # replies before this one that were aborted or cut off, after which the request was sent again
 
 
 class ChatUpstream(Protocol):
@@ -183,6 +190,9 @@ class ChatUpstream(Protocol):
 
     def left_out(self, body: Mapping[str, Any], *, may_ignore: bool) -> list[str]:
         """The fields that this upstream does not get. Raises InvalidArgument for one that must not be ignored."""
+
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Layers and experts per token of routed experts, where that is known."""
 
     async def complete(
         self, body: Mapping[str, Any], input_ids: Sequence[int], *, session_id: str, known: Mapping[str, int]
@@ -192,3 +202,15 @@ class ChatUpstream(Protocol):
         Raises UpstreamError where there is none that may be used. `known`: for each training payload, how many
         positions have theirs on record already. Cancelling closes the upstream request.
         """
+
+    async def forward(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: str,
+        headers: Iterable[tuple[str, str]],
+        body: bytes,
+        session_id: str,
+    ) -> UpstreamReply:
+        """The response to any other request of a client, which is never recorded."""

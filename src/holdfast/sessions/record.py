@@ -26,7 +26,15 @@ Stored = bytes | str | int | float | bool | None
 ByteRange = tuple[int, int]  # where something begins and ends in bytes
 
 _Count = Annotated[int, Meta(ge=0)]
-_OPTIONAL = ("response_id", "agent", "is_edited", "pinned", "weight_spans", "effort")  # of a turn's facts
+_OPTIONAL = (
+    "response_id",
+    "agent",
+    "is_edited",
+    "pinned",
+    "weight_spans",
+    "effort",
+    "num_trimmed",
+)  # of a turn's facts
 _JSON = ("messages", "reply", "root", "facts")
 
 
@@ -62,7 +70,11 @@ class TurnFacts:
     is_edited: bool = False  # the request has another assistant message where a reply was sampled
     pinned: int | None = None  # tokens at the start of this conversation that never leave the window
     weight_spans: tuple[tuple[str, int], ...] = ()  # versions and their numbers of sampled tokens, if several in a turn
-    effort: Mapping[str, float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
+    num_trimmed: int = 0  # sampled tokens at the end that are not in the history which the next turn goes on from
+    effort: Mapping[str, int | float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
+
+
+_NO_FACTS = TurnFacts()
 
 
 class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idempotency_key": "ticket_key"}):
@@ -91,6 +103,11 @@ class TurnRecord(Struct, kw_only=True, forbid_unknown_fields=True, rename={"idem
     idempotency_key: str = ""
     body_hash: bytes = b""
 
+    @property
+    def num_lasting(self) -> int:
+        """How many of the sampled tokens the next turn goes on from."""
+        return len(self.sampled) - self.facts.num_trimmed
+
 
 def _sorted(inputs: TemplateInputs, name: str) -> str:
     return json.dumps(json.loads(getattr(inputs, name)), sort_keys=True)
@@ -111,7 +128,7 @@ def to_stored(turn: TurnRecord) -> dict[str, Stored]:
 
 def _told(facts: TurnFacts) -> dict[str, Any]:
     """The facts without those that a turn need not have and does not have."""
-    optional = {name: value for name in _OPTIONAL if (value := getattr(facts, name)) not in ("", {}, False, None, ())}
+    optional = {name: value for name in _OPTIONAL if (value := getattr(facts, name)) != getattr(_NO_FACTS, name)}
     return {name: getattr(facts, name) for name in TurnFacts.__slots__ if name not in _OPTIONAL} | optional
 
 

@@ -86,7 +86,7 @@ class PortableSession:
     @property
     def history_length(self) -> int:
         own = sum(len(span.tokens) for span in self.spans)
-        return own + sum(len(turn.given) + len(turn.sampled) for turn in self.path())
+        return own + sum(len(turn.given) + turn.num_lasting for turn in self.path())
 
     def all_tokens(self) -> Iterator[int]:
         """Every token on record, those of branches that were left included, in no order that matters."""
@@ -122,8 +122,8 @@ def _flaws(session: PortableSession) -> Iterator[str]:
             yield f"the logprobs of turn {number} do not belong to its tokens"
         if not _is_finite(turn.reward):
             yield f"the reward of turn {number} is not a finite number"
-        if turn.num_control > _MAX_COUNT:
-            yield f"turn {number} counts more control tokens than a turn can have"
+        if turn.num_control > _MAX_COUNT or not 0 <= turn.facts.num_trimmed <= len(turn.sampled):
+            yield f"turn {number} counts more control tokens, or tokens left out at its end, than a turn can have"
 
 
 def _is_sampled(tokens: "array[int]", *logprobs: "array[float]") -> bool:
@@ -198,6 +198,12 @@ class _Span(Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: bytes = b""
     sampling_logprobs: bytes = b""
     stop_reason: StopReason | None = None
+
+
+class _VersionedSpan(_Span, kw_only=True, forbid_unknown_fields=True):
+    """Only where it has a version: others stay readable for earlier Holdfasts."""
+
+    weight_version: str = ""
 
 
 _STAYS = ("ticket_key", "body_hash")  # of a turn: its client's retries do not follow it to another server
@@ -284,13 +290,15 @@ def _head(session: PortableSession) -> _Head:
 def _packed_span(span: Span) -> _Span:
     if isinstance(span, TokensGiven):
         return _Span(kind="given", tokens=packed(span.tokens))
-    return _Span(
-        kind="sampled",
-        tokens=packed(span.tokens),
-        logprobs=packed(span.logprobs),
-        sampling_logprobs=packed(span.sampling_logprobs),
-        stop_reason=StopReason(span.stop_reason) if span.stop_reason else None,
-    )
+    fields: dict[str, Any] = {
+        "kind": "sampled",
+        "tokens": packed(span.tokens),
+        "logprobs": packed(span.logprobs),
+        "sampling_logprobs": packed(span.sampling_logprobs),
+        "stop_reason": StopReason(span.stop_reason) if span.stop_reason else None,
+    }
+    version = span.weight_version
+    return _VersionedSpan(**fields, weight_version=version) if version else _Span(**fields)
 
 
 # Reading
@@ -368,12 +376,13 @@ def _session(sections: list[tuple[bytes, memoryview]]) -> tuple[PortableSession,
 
 
 def _span(content: memoryview, session_id: str) -> Span:
-    span = _decoded(content, _Span)
+    span = _decoded(content, _VersionedSpan)
     tokens = tokens_of(span.tokens)
     if span.kind == "given":
         return TokensGiven(session_id, tokens)
     reason = span.stop_reason.value if span.stop_reason else None
-    return TokensSampled(session_id, tokens, floats_of(span.logprobs), floats_of(span.sampling_logprobs), reason)
+    logprobs = floats_of(span.logprobs), floats_of(span.sampling_logprobs)
+    return TokensSampled(session_id, tokens, *logprobs, reason, span.weight_version)
 
 
 def _turn(content: memoryview) -> TurnRecord:

@@ -216,7 +216,7 @@ def _is_history(session: PortableSession, spans: tuple[Span, ...]) -> bool:
     told, held = array("i"), array("i")
     for turn in session.path():
         told += turn.given
-        told += turn.sampled
+        told += turn.sampled[: turn.num_lasting]
     for span in spans:
         held += span.tokens
     return told == held

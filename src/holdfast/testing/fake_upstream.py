@@ -45,6 +45,7 @@ class FakeModel:
     context: int = 4096
     logprob_kind: str = "raw"
     decode: Callable[[Sequence[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
+    encode: Callable[[str], list[int]] | None = None  # without it, the server has no /tokenize
     scripted: deque[list[int]] = field(default_factory=deque)
 
     def draw(self, prompt: Sequence[int], options: Mapping[str, Any], max_tokens: int) -> list[DrawnToken]:
@@ -119,13 +120,19 @@ def flat_rows(num_rows: int, width: int = 6) -> str:
 
 
 class FakeUpstream(ABC):
-    """A server on a free port of 127.0.0.1, for as long as the context lasts.
+    """A server on a free port of 127.0.0.1, or on `port`, for as long as the context lasts.
 
     `routed_experts`: what it sends where they are requested, or a function from the number of rows to that.
     """
 
     def __init__(
-        self, model: FakeModel | None = None, *, key: str = "", delay_s: float = 0.0, routed_experts: Any = None
+        self,
+        model: FakeModel | None = None,
+        *,
+        key: str = "",
+        delay_s: float = 0.0,
+        routed_experts: Any = None,
+        port: int = 0,
     ) -> None:
         self.model = model or FakeModel()
         self.key = key
@@ -136,6 +143,7 @@ class FakeUpstream(ABC):
         self.num_running = 0
         self.most_running = 0  # at the same time
         self.num_left = 0  # clients that disconnected before they had their reply
+        self.port = port
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -143,9 +151,10 @@ class FakeUpstream(ABC):
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(
@@ -161,6 +170,7 @@ class FakeUpstream(ABC):
             ("POST", "/v1/chat/completions"): self._chat,
             ("GET", "/v1/models"): self._models,
             ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
         }
 
     @abstractmethod
@@ -216,7 +226,11 @@ class FakeUpstream(ABC):
 
     async def _tokenize(self, request: Json, reply: "FakeReply") -> None:
         need(isinstance(request.get("prompt"), str), "prompt must be a string")
-        await reply.send({"tokens": list(request["prompt"].encode())})
+        encode = self.model.encode
+        await reply.send({"tokens": encode(request["prompt"])} if encode else {}, status=200 if encode else 404)
+
+    async def _detokenize(self, request: Json, reply: "FakeReply") -> None:
+        await reply.send({"prompt": self.model.decode(self._check_prompt(request.get("tokens")))})
 
     def _check_chat(self, request: Json, reply: "FakeReply") -> int:
         messages = request.get("messages")

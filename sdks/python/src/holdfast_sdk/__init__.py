@@ -32,6 +32,7 @@ from holdfast_sdk.errors import (
     UpstreamAborted,
     UpstreamInvalid,
     UpstreamTimeout,
+    UpstreamUnavailable,
     UpstreamUnreachable,
 )
 from holdfast_sdk.generation import Generation
@@ -108,6 +109,7 @@ __all__ = [
     "UpstreamAborted",
     "UpstreamInvalid",
     "UpstreamTimeout",
+    "UpstreamUnavailable",
     "UpstreamUnreachable",
     "__version__",
 ]

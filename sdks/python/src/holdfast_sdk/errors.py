@@ -25,6 +25,7 @@ HoldfastError               `code`, `details`, `grpc_status`; also a code that t
 ├── UpstreamUnreachable     the backend behind the server cannot be reached
 ├── UpstreamTimeout         the backend behind the server took too long
 ├── UpstreamAborted         the backend behind the server gave up
+├── UpstreamUnavailable     the backend behind the server is not there at this moment
 ├── ConnectionFailed        no answer: refused, reset or lost. The call may or may not have arrived
 ├── DeadlineExceeded        no answer in time. The call may or may not have arrived
 └── Cancelled               ended by the other side or by closing the client
@@ -159,6 +160,10 @@ class UpstreamTimeout(HoldfastError):
 
 class UpstreamAborted(HoldfastError):
     code = "upstream_aborted"
+
+
+class UpstreamUnavailable(HoldfastError):
+    code = "upstream_unavailable"
 
 
 class ConnectionFailed(HoldfastError):

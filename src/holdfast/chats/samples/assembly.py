@@ -28,7 +28,8 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -37,10 +38,10 @@ import numpy as np
 from holdfast.chats.samples.certificate import certify
 from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start
 from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
-from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan
+from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan, totals
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument, SamplesUnusable
-from holdfast.generation import Sampled, StopReason
+from holdfast.generation import Sampled, StopReason, weight_spans
 from holdfast.sessions.history import SpanKind, SpanPiece
 from holdfast.sessions.record import TemplateInputs, TurnFacts
 
@@ -57,17 +58,20 @@ _FINISH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a trainer asks for. `num_layers` gives routed experts their shape where the upstream sends them flat."""
+    """What a trainer asks for. `num_layers` gives routed experts their shape where the upstream sends them flat.
+    `weight_versions`: files tell them as names, or as spans of tokens."""
 
     branch: str = "tip"
     max_seq_len: int | None = None
     min_weight_version: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # goes over the session's own
     num_layers: int | None = None
+    weight_versions: str = "names"
 
     def __post_init__(self) -> None:
-        if self.branch not in ("tip", "all"):
-            raise InvalidArgument(f"branch must be tip or all, got {self.branch!r}", param="branch")
+        for name, choices in (("branch", ("tip", "all")), ("weight_versions", ("names", "spans"))):
+            if (value := getattr(self, name)) not in choices:
+                raise InvalidArgument(f"{name} must be {' or '.join(choices)}, got {value!r}", param=name)
         for name, lowest in (("max_seq_len", 1), ("min_weight_version", 0), ("num_layers", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < lowest):
@@ -85,6 +89,7 @@ class SessionFacts:
     reward: float | None = None  # for the whole session; without it, a sample's is the sum of its turns'
     summary: Mapping[str, Any] = field(default_factory=dict)
     is_forest: bool = False  # its samples say where in the forest they come from
+    expert_shape: tuple[int, int] | None = None  # layers and experts per token, of routed experts that came flat
 
 
 def assemble(
@@ -124,24 +129,25 @@ def assemble(
             )
         )
     if samples:
-        return Export(samples=tuple(samples), session_metadata=summary)
+        has_spans = options.weight_versions == "spans"
+        return Export(samples=tuple(samples), session_metadata=summary, has_version_spans=has_spans)
     was_sampled = any(node.turn.sampled for path in paths for node in path)
     reason = EmptyReason.ALL_TRUNCATED if was_sampled else EmptyReason.NO_RECORDS
     return Export(session_metadata=summary, empty_reason=reason)
 
 
 def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[TurnSpan, ...]:
-    turns = []
-    for node in kept.nodes:
-        is_cut = kept.is_cut and node is kept.nodes[-1]
-        start = node.end - len(node.turn.given) - len(node.turn.sampled)
-        sampled_start = start + len(node.turn.given)
+    turns: list[TurnSpan] = []
+    for node, after in zip_longest(kept.nodes, kept.nodes[1:]):
+        is_cut = kept.is_cut and after is None
+        num_sampled = _num_sampled(node, after) if after else kept.last_sampled
+        sampled_start = node.end - node.turn.num_lasting
         turns.append(
             TurnSpan(
                 number=node.number,
-                start=start,
+                start=turns[-1].end if turns else 0,
                 sampled_start=sampled_start,
-                end=sampled_start + kept.last_sampled if is_cut else node.end,
+                end=sampled_start + num_sampled,
                 finish_reason="length" if is_cut else node.turn.finish_reason,
                 masked=masked(node, seen, min_weight_version),
                 is_cut=is_cut,
@@ -149,9 +155,29 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
                 logprob_kind=_logprobs(node)[1],
                 weight_versions=node.turn.facts.weight_versions,
                 reward=_reward(node.turn.reward),
+                weight_spans=_first(node.turn.facts.weight_spans, num_sampled),
+                effort=dict(node.turn.facts.effort),
             )
         )
     return tuple(turns)
+
+
+def _num_sampled(node: Node, after: Node) -> int:
+    """How many of a turn's sampled tokens are in a sample that goes on with `after`. A trimmed end that is given there
+    just so was sampled all the same."""
+    turn = node.turn
+    trimmed = turn.sampled[turn.num_lasting :]
+    return len(turn.sampled) if after.turn.given[: len(trimmed)] == trimmed else turn.num_lasting
+
+
+def _first(spans: tuple[tuple[str, int], ...], num: int) -> tuple[tuple[str, int], ...]:
+    """The spans of the first `num` tokens."""
+    kept = []
+    for name, length in spans:
+        if num > 0:
+            kept.append((name, min(length, num)))
+        num -= length
+    return tuple(kept)
 
 
 def _sample(
@@ -165,14 +191,14 @@ def _sample(
     response_of: ResponseOf,
 ) -> Sample:
     nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
-    tokens = np.concatenate(
-        [np.asarray(part, np.int64) for node in nodes for part in (node.turn.given, node.turn.sampled)]
-    )
+    last = nodes[-1].turn
+    parts = [*(node.tokens() for node in nodes), last.sampled[last.num_lasting :]]
+    tokens = np.concatenate([np.asarray(part, np.int64) for part in parts])
     trained = [_logprobs(node)[0] if turn.num_trained else None for node, turn in zip(nodes, turns, strict=True)]
     has_both = all(_is_whole(node, node.turn.sampling_logprobs) for node in nodes)
     rewards = [turn.reward for turn in turns if turn.reward is not None]
     is_truncated = kept.is_cut or num_left_out > 0
-    return certify(
+    sample = certify(
         Sample(
             session_id=session.session_id,
             branch=turns[-1].number,
@@ -185,15 +211,23 @@ def _sample(
             logprobs=_spread(turns, [node.turn.logprobs for node in nodes]),
             sampling_logprobs=_spread(turns, [node.turn.sampling_logprobs for node in nodes]) if has_both else None,
             rollout_routed_experts=rows_of(
-                nodes, "routed_experts", num_tokens, num_layers=options.num_layers, response_of=response_of
+                nodes, "routed_experts", num_tokens, shape=_expert_shape(options, session), response_of=response_of
             ),
             rollout_indexer_topk=rows_of(nodes, "indexer_topk", num_tokens, response_of=response_of),
             response=detokenize(tokens[start:num_tokens].tolist()) if detokenize else "",
             reward=_reward(session.reward) if session.reward is not None else math.fsum(rewards) if rewards else None,
             **_plain({"group": session.group, "label": session.label}, "group and label"),
-            metadata=_plain({**session.metadata, **_place(nodes, session), **options.metadata}, "metadata"),
         )
     )
+    effort = totals(sample)
+    own = _place(nodes, session) | ({"effort": effort} if effort else {})
+    named = {"holdfast": own} if own else {}
+    return replace(sample, metadata=_plain({**session.metadata, **named, **options.metadata}, "metadata"))
+
+
+def _expert_shape(options: Options, session: SessionFacts) -> tuple[int, int | None] | None:
+    """Layers and experts per token, if that is known, of routed experts; what the trainer says comes first."""
+    return (options.num_layers, None) if options.num_layers else session.expert_shape
 
 
 def _place(nodes: Sequence[Node], session: SessionFacts) -> dict[str, Any]:
@@ -204,7 +238,7 @@ def _place(nodes: Sequence[Node], session: SessionFacts) -> dict[str, Any]:
         return {}
     agent = {name: value for node in nodes for name, value in node.turn.facts.agent.items()}
     parents = [node.turn.parent for node in nodes]
-    return {"holdfast": {"root": nodes[0].number, "parents": parents, "edited_turns": edited, "agent": agent}}
+    return {"root": nodes[0].number, "parents": parents, "edited_turns": edited, "agent": agent}
 
 
 def _spread(turns: tuple[TurnSpan, ...], values: "Sequence[array[float] | None]") -> Logprobs:
@@ -250,6 +284,14 @@ def _plain(value: Mapping[str, Any], what: str) -> dict[str, Any]:
         raise SamplesUnusable(f"{what}: not JSON: {exc}", reason="metadata") from exc
 
 
+def _with_weights(facts: TurnFacts, sampled: Sequence[Sampled]) -> TurnFacts:
+    """With the versions of the weights that sampled a turn, where they are on record."""
+    spans = weight_spans(sampled)
+    if not any(version for version, _ in spans):
+        return facts
+    return replace(facts, weight_versions=(spans[0][0], spans[-1][0]), weight_spans=spans if len(spans) > 1 else ())
+
+
 def from_spans(
     pieces: Iterable[SpanPiece],
     options: Options | None = None,
@@ -276,7 +318,7 @@ def from_spans(
                 given=given,
                 sampled=sampled,
                 finish_reason=_FINISH[stop_reason],
-                facts=facts or TurnFacts(logprob_kind="raw"),
+                facts=_with_weights(facts or TurnFacts(logprob_kind="raw"), sampled),
             )
             given.clear()
             sampled.clear()
@@ -287,7 +329,8 @@ def from_spans(
             given.extend(piece.tokens)
             continue
         for token, logprob, sampling in zip(piece.tokens, piece.logprobs, piece.sampling_logprobs, strict=True):
-            sampled.append(Sampled(token=token, logprob=logprob, sampling_logprob=sampling))
+            version = piece.weight_version
+            sampled.append(Sampled(token=token, logprob=logprob, sampling_logprob=sampling, weight_version=version))
         if piece.stop_reason is not None:
             end_turn(piece.stop_reason)
     end_turn(None)

@@ -19,6 +19,7 @@ from holdfast.chats.samples.sample import RECORDED, Certificate, Export, Sample,
 VERSION = 1
 _PAYLOADS = (*RECORDED, "rollout_routed_experts", "rollout_indexer_topk")
 _ROUNDING = 1e-3  # how far above 0 rounding may put a logprob
+_LATER = ("weight_spans", "effort")
 _FIRST = b"holdfast.samples.1"
 
 
@@ -75,10 +76,10 @@ def _links(sample: Sample) -> list[str]:
 
 
 def _said(turn: TurnSpan) -> dict[str, Any]:
-    """A reward may come later, so it is none of this."""
+    """A reward may come later, so it is none of this. What version 1 of the format had no place for is said only where
+    there is some, so that certificates of such files still hold."""
     said = asdict(turn)
-    del said["reward"]
-    return said
+    return {name: value for name, value in said.items() if name != "reward" and (value or name not in _LATER)}
 
 
 def _canonical(value: Any) -> bytes:
@@ -152,6 +153,8 @@ def _untruths(sample: Sample) -> Iterator[str]:
     for turn in sample.turns:
         if turn.is_cut and turn.finish_reason != "length":
             yield f"turn {turn.number} was cut short, but claims to have ended by {turn.finish_reason!r}"
+        if turn.weight_spans and sum(num for _, num in turn.weight_spans) != turn.num_sampled:
+            yield f"the weight_spans of turn {turn.number} do not cover its {turn.num_sampled} sampled tokens"
     if sample.status is not Status.TRUNCATED and (sample.num_left_out or any(turn.is_cut for turn in sample.turns)):
         yield f"it was cut short, but its status is {sample.status.value}"
 

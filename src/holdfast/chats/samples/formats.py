@@ -2,7 +2,8 @@
 
 safetensors: `_samples_meta` (JSON as uint8) and, for sample i, `tokens.i` int64, `loss_mask.i` uint8,
 `rollout_log_probs.i` float64, `rollout_routed_experts.i` and `rollout_indexer_topk.i` int32 where there are any;
-nothing else. JSON and Parquet also have both logprobs on record for every sampled token.
+nothing else. JSON and Parquet also have both logprobs on record for every sampled token. All state their
+`format_version`; files without one are of version 1.
 """
 
 import base64
@@ -21,11 +22,13 @@ from numpy.typing import NDArray
 
 from holdfast.chats.samples.sample import (
     ARRAYS,
+    FORMAT_VERSION,
     RECORDED,
     EmptyReason,
     Export,
     ExportMeta,
     Rows,
+    Sample,
     SampleMeta,
     meta_of,
     sample_of,
@@ -75,7 +78,8 @@ def decode(payload: bytes) -> Export:
 
 def _to_safetensors(export: Export) -> bytes:
     meta = ExportMeta(
-        samples=[meta_of(sample) for sample in export.samples],
+        format_version=FORMAT_VERSION,
+        samples=[meta_of(sample, has_version_spans=export.has_version_spans) for sample in export.samples],
         session_metadata=dict(export.session_metadata),
         empty_reason=export.empty_reason,
     )
@@ -98,7 +102,24 @@ def _from_safetensors(payload: bytes) -> Export:
         samples.append(sample_of(said, {name: tensors.pop(f"{name}.{index}", None) for name in ARRAYS}))
     if tensors:
         raise ValueError(f"tensors that belong to no sample: {', '.join(sorted(tensors))}")
-    return Export(samples=tuple(samples), session_metadata=meta.session_metadata, empty_reason=meta.empty_reason)
+    return _export(samples, meta.samples, meta.format_version, meta.session_metadata, meta.empty_reason)
+
+
+def _export(
+    samples: list[Sample],
+    said: list[Any],
+    format_version: int,
+    session_metadata: dict[str, Any],
+    empty_reason: EmptyReason | None,
+) -> Export:
+    if not 1 <= format_version <= FORMAT_VERSION:
+        raise ValueError(f"its format_version is {format_version}; this program knows 1 to {FORMAT_VERSION}")
+    return Export(
+        samples=tuple(samples),
+        session_metadata=session_metadata,
+        empty_reason=empty_reason,
+        has_version_spans=any(isinstance(one, list) for meta in said for one in meta.weight_versions),
+    )
 
 
 class _Rows(Struct):
@@ -117,6 +138,7 @@ class _WholeSample(SampleMeta, kw_only=True):
 
 
 class _WholeExport(Struct, kw_only=True):
+    format_version: int = 1
     samples: list[_WholeSample]
     session_metadata: dict[str, Any]
     empty_reason: EmptyReason | None
@@ -124,9 +146,10 @@ class _WholeExport(Struct, kw_only=True):
 
 def _to_json(export: Export) -> bytes:
     whole = _WholeExport(
+        format_version=FORMAT_VERSION,
         samples=[
             _WholeSample(
-                **msgspec.structs.asdict(meta_of(sample)),
+                **msgspec.structs.asdict(meta_of(sample, has_version_spans=export.has_version_spans)),
                 tokens=sample.tokens.tolist(),
                 loss_mask=sample.loss_mask.tolist(),
                 rollout_log_probs=sample.rollout_log_probs.tolist(),
@@ -160,7 +183,7 @@ def _from_json(payload: bytes) -> Export:
         }
         fields = {name: getattr(said, name) for name in SampleMeta.__struct_fields__}
         samples.append(sample_of(SampleMeta(**fields), arrays))
-    return Export(samples=tuple(samples), session_metadata=whole.session_metadata, empty_reason=whole.empty_reason)
+    return _export(samples, whole.samples, whole.format_version, whole.session_metadata, whole.empty_reason)
 
 
 def _packed(rows: Rows | None) -> _Rows | None:
@@ -191,13 +214,14 @@ def _to_parquet(export: Export) -> bytes:
     pa, pq = _pyarrow()
     schema = _schema(pa).with_metadata(
         {
+            "format_version": str(FORMAT_VERSION),
             "session_metadata": msgspec.json.encode(export.session_metadata),
             "empty_reason": msgspec.json.encode(export.empty_reason),
         }
     )
     rows = []
     for sample in export.samples:
-        said = msgspec.to_builtins(meta_of(sample))
+        said = msgspec.to_builtins(meta_of(sample, has_version_spans=export.has_version_spans))
         row = said | {name: msgspec.json.encode(said[name]).decode() for name in _NESTED}
         for name in _KINDS:
             array = getattr(sample, name)
@@ -220,7 +244,7 @@ def _from_parquet(payload: bytes) -> Export:
     if not table.schema.equals(_schema(pa)):
         raise ValueError("the table has other columns than samples have")
     held = table.schema.metadata or {}
-    samples = []
+    samples, metas = [], []
     for index in range(table.num_rows):
         row = {name: table.column(name)[index] for name in table.column_names}
         plain = {name: row[name].as_py() for name in (*_TEXTS, *_COUNTS, "reward")}
@@ -231,11 +255,14 @@ def _from_parquet(payload: bytes) -> Export:
             arrays[name] = None if values is None else np.array(values.to_numpy(zero_copy_only=False), kind)
             if name in _ROWS and values is not None:
                 arrays[name] = arrays[name].reshape(row[f"{name}_shape"].as_py())
-        samples.append(sample_of(msgspec.convert(plain | nested, SampleMeta), arrays))
-    return Export(
-        samples=tuple(samples),
-        session_metadata=msgspec.json.decode(held[b"session_metadata"], type=dict[str, Any]),
-        empty_reason=msgspec.json.decode(held[b"empty_reason"], type=EmptyReason | None),
+        metas.append(msgspec.convert(plain | nested, SampleMeta))
+        samples.append(sample_of(metas[-1], arrays))
+    return _export(
+        samples,
+        metas,
+        msgspec.json.decode(held.get(b"format_version", b"1"), type=int),
+        msgspec.json.decode(held[b"session_metadata"], type=dict[str, Any]),
+        msgspec.json.decode(held[b"empty_reason"], type=EmptyReason | None),
     )
 
 

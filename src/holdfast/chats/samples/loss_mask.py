@@ -33,13 +33,13 @@ def cut(path: Sequence[Node], max_seq_len: int | None) -> Kept | None:
     A turn that crosses the limit is left out whole, so what a turn says of its end stays true. Only where nothing
     sampled would be left is the first turn that has any shortened, and then it says that it ended by length.
     """
-    whole = [node for node in path if max_seq_len is None or node.end <= max_seq_len]
+    whole = [node for node in path if max_seq_len is None or node.end + node.turn.facts.num_trimmed <= max_seq_len]
     if any(node.turn.sampled for node in whole):
         return Kept(whole, len(whole[-1].turn.sampled), False)
     if max_seq_len is None or len(whole) == len(path):
         return None
     crossing = path[len(whole)]
-    room = max_seq_len - (crossing.end - len(crossing.turn.sampled))
+    room = max_seq_len - (crossing.end - crossing.turn.num_lasting)
     return Kept([*whole, crossing], room, True) if room > 0 and crossing.turn.sampled else None
 
 
@@ -49,7 +49,8 @@ def masked(node: Node, already_trained: Collection[int], min_weight_version: int
         return Masked.SHARED
     if min_weight_version is None or not node.turn.sampled:
         return Masked.NO
-    for version in node.turn.facts.weight_versions:
+    facts = node.turn.facts
+    for version in [name for name, _ in facts.weight_spans] or facts.weight_versions:
         number = version_number(version)
         if number is None:
             has = f"weight version {version!r}" if version else "no weight version"

@@ -35,39 +35,39 @@ def rows_of(
     field: Field,
     num_tokens: int,
     *,
-    num_layers: int | None = None,
+    shape: tuple[int, int | None] | None = None,
     response_of: ResponseOf = no_response,
 ) -> Rows | None:
     """One row for each of the first `num_tokens - 1` positions; None where no turn has a payload.
 
-    Rows that came without a shape are [layers, topk] where `num_layers` is known and flat otherwise. `response_of` is
-    asked for the bytes of a turn that names its payload by a range in them.
+    Rows that came without a shape get `shape` (layers, and experts per token where that is known), and stay flat
+    without it. `response_of` is asked for the bytes of a turn that names its payload by a range in them.
     """
     pieces: list[_Piece] = []
     covered = 0
-    shape: tuple[int, ...] | None = None
+    row_shape: tuple[int, ...] | None = None
     for node in nodes:
         text = _text(node, field, response_of)
         if text is None:
             continue
-        last = node.end - 1
-        rows = _shaped(_values(text, node, field), shape, node, field, num_layers=num_layers)
+        last = node.end + node.turn.facts.num_trimmed - 1
+        rows = _shaped(_values(text, node, field), row_shape, node, field, wanted=shape)
         start = last - len(rows)
         if not 0 <= start <= covered:
             raise _unusable(
                 node, field, f"has {len(rows)} rows; {last} positions were computed and {covered} known before"
             )
         if len(rows):
-            shape = rows.shape[1:]
+            row_shape = rows.shape[1:]
         while pieces and pieces[-1].start >= start:
             pieces.pop()
         pieces.append(_Piece(start, rows))
         covered = last
-    if shape is None:
+    if row_shape is None:
         return None
     if covered < num_tokens - 1:
         raise _unusable(nodes[-1], field, f"ends at position {covered}; {num_tokens - 1} were computed")
-    merged = np.zeros((num_tokens - 1, *shape), np.int32)
+    merged = np.zeros((num_tokens - 1, *row_shape), np.int32)
     for piece in pieces:  # each reaches further than those before and replaces what they said from its start on
         merged[piece.start : piece.start + len(piece.rows)] = piece.rows[: max(0, num_tokens - 1 - piece.start)]
     return merged
@@ -86,23 +86,30 @@ def _text(node: Node, field: Field, response_of: ResponseOf) -> str | None:
 
 
 def _shaped(
-    values: NDArray[np.int32], shape: tuple[int, ...] | None, node: Node, field: Field, *, num_layers: int | None
+    values: NDArray[np.int32],
+    shape: tuple[int, ...] | None,
+    node: Node,
+    field: Field,
+    *,
+    wanted: tuple[int, int | None] | None,
 ) -> Rows:
     """`values` as rows of the shape that earlier turns had; without any, as one for each computed position."""
     if values.ndim > 1:
         if shape is not None and values.shape[1:] != shape:
             raise _unusable(node, field, f"has rows of shape {list(values.shape[1:])}, earlier turns {list(shape)}")
         return values
-    last = node.end - 1
+    last = node.end + node.turn.facts.num_trimmed - 1
     width = int(np.prod(shape)) if shape is not None else values.size // max(1, last)
     num_rows = values.size // width if width else 0
     if num_rows * width != values.size or (shape is None and num_rows != (last if width else 0)):
         raise _unusable(node, field, f"has {values.size} values, which do not make rows for {last} positions")
     if shape is None:
         shape = (width,)
-        if num_layers and field == "routed_experts":
-            if width % num_layers:
-                raise _unusable(node, field, f"has {width} values a position, not a multiple of {num_layers} layers")
+        if wanted:
+            num_layers, top_k = wanted
+            if width % num_layers or top_k not in (None, width // num_layers):
+                of = f"{num_layers} layers" if top_k is None else f"{num_layers} layers with {top_k} experts each"
+                raise _unusable(node, field, f"has {width} values a position, not a multiple of {of}")
             shape = (num_layers, width // num_layers)
     return values.reshape(num_rows, *shape)
 

@@ -1,5 +1,6 @@
 """A sample and its parts, and what every file format says about one besides its arrays. Pure data."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,7 @@ Logprobs = NDArray[np.float64]
 Rows = NDArray[np.int32]  # [tokens - 1, ...]: what was computed at each position; the last token never was
 
 
+FORMAT_VERSION = 2  # of files; 1 had no version, and weight_versions as spans alone
 _MAX_DIGITS = 1000  # of a weight version; Python refuses to convert very long ones
 RECORDED = ("logprobs", "sampling_logprobs")  # what safetensors have no place for
 
@@ -43,7 +45,9 @@ class TurnSpan:
     """One turn in `tokens`: given from `start`, sampled from `sampled_start`, over at `end`.
 
     `finish_reason` is that of the whole turn; one that max_seq_len cut short (`is_cut`) has `length`.
-    `logprob_kind` is that of this turn's `rollout_log_probs`. `weight_versions`: when it began and when it ended.
+    `logprob_kind` is that of this turn's `rollout_log_probs`. `weight_versions`: when it began and when it ended;
+    `weight_spans`: each version and its number of sampled tokens, where several are known to have sampled the turn.
+    `effort`: what the reply took, counts and seconds by name.
     """
 
     number: int
@@ -57,6 +61,14 @@ class TurnSpan:
     logprob_kind: str = "unknown"
     weight_versions: tuple[str, str] = ("", "")
     reward: float | None = None
+    weight_spans: tuple[tuple[str, int], ...] = ()
+    effort: Mapping[str, int | float] = field(default_factory=dict)
+
+    @property
+    def versions(self) -> list[str]:
+        """The weight versions that sampled this turn, as far as they are known, in order."""
+        known = [name for name, _ in self.weight_spans] or list(dict.fromkeys(self.weight_versions))
+        return [name for name in known if name]
 
     @property
     def num_sampled(self) -> int:
@@ -126,16 +138,18 @@ class Sample:
     @property
     def weight_versions(self) -> tuple[str, str]:
         """The lowest and the highest of all turns; the first and the last where they are not all numbers."""
-        return _span(version for turn in self.turns for version in turn.weight_versions if version)
+        return _span(version for turn in self.turns for version in turn.versions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Export:
-    """All samples of a session. `empty_reason` says why there are none."""
+    """All samples of a session. `empty_reason` says why there are none. `has_version_spans`: files tell weight versions
+    as spans of tokens, not as names."""
 
     samples: tuple[Sample, ...] = ()
     session_metadata: Mapping[str, Any] = field(default_factory=dict)
     empty_reason: EmptyReason | None = None
+    has_version_spans: bool = False
 
 
 def version_number(version: str) -> int | None:
@@ -165,11 +179,14 @@ ARRAYS: dict[str, type[np.generic]] = {
 }
 
 
+VersionSpan = dict[str, str | int]  # version, abs_start, abs_end: positions in `tokens`
+
+
 class SampleMeta(Struct, kw_only=True):
     response: str
     response_length: int
     status: Status
-    weight_versions: list[list[dict[str, str | int]]]  # for each turn, the oldest weights of its sampled tokens
+    weight_versions: list[str | list[VersionSpan]]  # names of all turns in order, or for each turn its spans
     spec_info: dict[str, int] = {}
     prefix_cache_info: dict[str, int] = {}
     reward: float | None
@@ -186,17 +203,20 @@ class SampleMeta(Struct, kw_only=True):
 
 
 class ExportMeta(Struct, kw_only=True):
+    format_version: int = 1
     samples: list[SampleMeta]
     session_metadata: dict[str, Any]
     empty_reason: EmptyReason | None
 
 
-def meta_of(sample: Sample) -> SampleMeta:
+def meta_of(sample: Sample, *, has_version_spans: bool = False) -> SampleMeta:
     return SampleMeta(
         response=sample.response,
         response_length=len(sample.loss_mask),
         status=sample.status,
-        weight_versions=[_weights(turn) for turn in sample.turns],
+        weight_versions=list(_spans(sample) if has_version_spans else _names(sample)),
+        spec_info=spec_info(sample),
+        prefix_cache_info=prefix_cache_info(sample),
         reward=sample.reward,
         metadata=dict(sample.metadata),
         nulls=[name for name in ARRAYS if getattr(sample, name) is None],
@@ -238,11 +258,67 @@ def sample_of(meta: SampleMeta, arrays: Mapping[str, NDArray[Any] | None]) -> Sa
         certificate=meta.certificate,
         **{name: arrays.get(name) for name in (*ARRAYS, *RECORDED)},  # type: ignore[arg-type]
     )
-    if (sample.logprob_kind, meta_of(sample).weight_versions) != (meta.logprob_kind, meta.weight_versions):
+    told = [
+        one if isinstance(one, str) else [span for span in one if span.get("abs_start") != span.get("abs_end")]
+        for one in meta.weight_versions
+    ]
+    if sample.logprob_kind != meta.logprob_kind or told not in (_names(sample), _spans(sample)):
         raise ValueError("weight_versions or logprob_kind differ from those of the turns")
     return sample
 
 
-def _weights(turn: TurnSpan) -> list[dict[str, str | int]]:
-    version = turn.weight_versions[0]
-    return [{"version": version, "abs_start": turn.sampled_start, "abs_end": turn.end}] if version else []
+def totals(sample: Sample) -> dict[str, float]:
+    """The effort of the turns together. A turn that branches share counts in the one that trains it."""
+    return _sum(turn.effort for turn in _own(sample))
+
+
+def prefix_cache_info(sample: Sample) -> dict[str, int]:
+    """Cached tokens and prompt tokens of the turns that tell both; the names are those of miles."""
+    known = _sum(turn.effort for turn in _own(sample) if {"cached_tokens", "prompt_tokens"} <= turn.effort.keys())
+    names = {"cached_tokens": "cached_tokens", "total_prompt_tokens": "prompt_tokens"}
+    return {name: int(known[ours]) for name, ours in names.items()} if known else {}
+
+
+def spec_info(sample: Sample) -> dict[str, int]:
+    """Drafted and accepted tokens of the turns with speculation; the names are those of miles."""
+    turns = [turn for turn in _own(sample) if turn.effort.get("spec_steps")]
+    if not turns:
+        return {}
+    known = _sum(turn.effort for turn in turns)
+    return {
+        "spec_accept_token_num": int(known.get("spec_accepted", 0)),
+        "spec_draft_token_num": int(known.get("spec_drafted", 0)),
+        "spec_verify_ct": int(known["spec_steps"]),
+        "completion_token_num": sum(turn.num_sampled for turn in turns),
+    }
+
+
+def _own(sample: Sample) -> list[TurnSpan]:
+    return [turn for turn in sample.turns if turn.masked is not Masked.SHARED]
+
+
+def _sum(efforts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for effort in efforts:
+        for name, value in effort.items():
+            found[name] = found.get(name, 0) + value
+    return found
+
+
+def _names(sample: Sample) -> list[str]:
+    return [name for turn in sample.turns for name in turn.versions]
+
+
+def _spans(sample: Sample) -> list[list[VersionSpan]]:
+    """For each turn the versions of its sampled tokens; the oldest for all of them where no more is known."""
+    found = []
+    for turn in sample.turns:
+        runs = turn.weight_spans or ((turn.weight_versions[0], turn.num_sampled),)
+        ends = list(itertools.accumulate((num for _, num in runs), initial=turn.sampled_start))
+        spans: list[VersionSpan] = [
+            {"version": name, "abs_start": start, "abs_end": end}
+            for (name, _), start, end in zip(runs, ends, ends[1:], strict=False)
+            if name and start < end
+        ]
+        found.append(spans)
+    return found

@@ -31,7 +31,7 @@ from holdfast.models import Architecture, ModelSource
 LANES = 16
 FORMAT = "blocks-of-16/1"
 _GROUP_BYTES = LANES * (2 + GROUP)  # int8: for each group of inputs 16 scales, then the values
-_PIECE = 1 << 22  # values that are converted at once
+_PIECE = 1 << 18  # values that are converted at once: they stay in the cache of a core
 
 Arrays = Mapping[str, NDArray[np.generic]]
 Floats = NDArray[np.float32]

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from holdfast.backends.transport import carried, carried_headers
 from holdfast.errors import Draining, HoldfastError, InvalidArgument, PayloadTooLarge, StreamStalled
 from holdfast.metrics import Metrics
 from holdfast.serving.keys import LOCAL_OWNER, Keys
@@ -108,6 +109,7 @@ class _Watch:
             metadata = self._context.invocation_metadata() or ()
             given = {name: [v for key, v in metadata if key == name] for name in ("authorization", "x-api-key")}
             current_owner.set(self._keys.owner_of(*given.values()))
+            carried.set(carried_headers((name, value) for name, value in metadata if isinstance(value, str)))
             self._running.check_open()
         except HoldfastError as exc:
             await self._abort(exc)
@@ -177,6 +179,7 @@ STATUS = {
     "upstream_invalid": grpc.StatusCode.UNAVAILABLE,
     "upstream_unreachable": grpc.StatusCode.UNAVAILABLE,
     "upstream_aborted": grpc.StatusCode.UNAVAILABLE,
+    "upstream_unavailable": grpc.StatusCode.UNAVAILABLE,
     "upstream_timeout": grpc.StatusCode.DEADLINE_EXCEEDED,
     "session_failed": grpc.StatusCode.FAILED_PRECONDITION,
     "recompute_too_long": grpc.StatusCode.FAILED_PRECONDITION,

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from holdfast.backends.transport import carried, carried_headers
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
@@ -51,8 +54,20 @@ def create_app(
     ]
     if chats is not None:
         routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream)
-    router = Router(routes, default=_not_found, redirect_slashes=False)
+    carrying = [Middleware(CarriedHeaders)] if upstream else []
+    router = Router(routes, default=_not_found, redirect_slashes=False, middleware=carrying)
     return HttpMiddleware(router, config, keys or Keys(), runtime.metrics)
+
+
+class CarriedHeaders:
+    """Lets harmless headers of a request, such as `traceparent`, go along to the upstream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        carried.set(carried_headers(Headers(scope=scope).items()))
+        await self._app(scope, receive, send)
 
 
 def _chat_routes(
@@ -66,11 +81,11 @@ def _chat_routes(
         "times": StreamTimes(config.stream_stall_s, config.stream_ping_s),
     }
     replies, store = StatelessReplies(runtime, setup.admission), ResponseStore()
-    openai = OpenAIRoutes(setup.chat, runtime.model, replies, setup.grammars, runtime.metrics, store=store, **rules)
+    openai = OpenAIRoutes(setup.chat, runtime, replies, setup.grammars, store=store, **rules)
     sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, **rules)
     kept, recorded = StatelessResponses(store), SessionResponses(chats)
     by_header = NamedSessions(chats, config)
-    data = DataRoutes(runtime, chats, transfers, retain_days=config.retain_days)
+    data = DataRoutes(runtime, chats, transfers, config=config)
     control = ControlRoutes(chats)
 
     def on_session(endpoint: Endpoint) -> Endpoint:

@@ -83,6 +83,8 @@ DESCRIPTIONS = {
     "path": "File or directory on the server: safetensors, GGUF, or a LoRA adapter.",
     "version": "Version of the weights, which each token that they sample carries.",
     "caches": "`recompute`: histories are computed again with the new weights; `keep`: caches stay as they are.",
+    "weight_versions": "Whether weight versions are a list of names or, for each turn, spans of tokens. Default: "
+    "by --sample-weight-versions.",
     "weight_version": "Version of the weights, which is recorded with each turn from now on.",
 }
 

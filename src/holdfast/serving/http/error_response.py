@@ -38,6 +38,7 @@ STATUS = {
     "upstream_unreachable": 502,
     "upstream_timeout": 504,
     "upstream_aborted": 503,
+    "upstream_unavailable": 503,
     "idempotency_mismatch": 422,
     "samples_unusable": 422,
     "paused": 503,

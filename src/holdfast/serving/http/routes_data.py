@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from holdfast.chats.samples.assembly import Options
 from holdfast.chats.samples.formats import CONTENT_TYPES, encode, read_format
 from holdfast.chats.service import ChatService
+from holdfast.config import ServeConfig
 from holdfast.errors import InvalidArgument
 from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import owner_of
@@ -24,11 +25,12 @@ _DAY_S = 86_400
 
 
 class DataRoutes:
-    def __init__(self, runtime: Runtime, chats: ChatService, transfers: Transfers, *, retain_days: int) -> None:
+    def __init__(self, runtime: Runtime, chats: ChatService, transfers: Transfers, *, config: ServeConfig) -> None:
         self._runtime = runtime
         self._chats = chats
         self._transfers = transfers
-        self._retain_days = retain_days
+        self._retain_days = config.retain_days
+        self._weight_versions = config.sample_weight_versions
 
     async def samples(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)
@@ -40,6 +42,7 @@ class DataRoutes:
             min_weight_version=body.min_weight_version,
             metadata=body.metadata or {},
             num_layers=body.num_layers,
+            weight_versions=body.weight_versions or self._weight_versions,
         )
         form = read_format(body.format)
         export = self._chats.samples(session_id, owner, options)

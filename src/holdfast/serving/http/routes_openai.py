@@ -13,7 +13,6 @@ from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import ModelNotFound
-from holdfast.metrics import Metrics
 from holdfast.serving.http.bodies import decode_chat
 from holdfast.serving.http.dialects.chat import ChatReplies
 from holdfast.serving.http.middleware import owner_of
@@ -32,16 +31,16 @@ from holdfast.serving.http.response_store import ResponseStore
 from holdfast.serving.http.routes_responses import keeping, kept_past
 from holdfast.serving.http.schema import ChatCompletion, Completion
 from holdfast.sessions.ports import ModelInfo
+from holdfast.sessions.runtime import Runtime
 
 
 class OpenAIRoutes:
     def __init__(
         self,
         chat: ChatModel,
-        model: ModelInfo,
+        runtime: Runtime,
         replies: StatelessReplies,
         grammars: GrammarQueue,
-        metrics: Metrics,
         *,
         store: ResponseStore,
         times: StreamTimes,
@@ -52,13 +51,18 @@ class OpenAIRoutes:
         self._as_sglang = as_sglang
         self._may_ignore = may_ignore
         self._grammars = grammars
-        self._metrics = metrics
-        self._model = model
+        self._metrics = runtime.metrics
+        self._runtime = runtime
         self._replies = replies
         self._store = store
         self._unread = unread_fields(chat)
         self._times = times
         self._created = int(time.time())
+
+    @property
+    def _model(self) -> ModelInfo:
+        """Not kept: an upstream may tell its context later."""
+        return self._runtime.model
 
     async def chat_completions(self, request: Request) -> Response:
         call, chat_body = await self._read(request)

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from holdfast.backends.transport import Routes, Transport, forward, match_route
+from holdfast.backends.transport import Routes, match_route
 from holdfast.chats.events import ChatRequest, TurnRequest
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
@@ -201,7 +201,6 @@ class Upstream:
     """The server that generates instead of our engine, and which of its paths are open."""
 
     chat: ChatUpstream
-    transport: Transport
     routes: Routes
 
 
@@ -219,8 +218,7 @@ class UpstreamRoutes:
         if path is None:
             raise HTTPException(404)
         body = await request.body()
-        work = forward(
-            self._upstream.transport,
+        work = self._upstream.chat.forward(
             request.method,
             path,
             query=request.url.query,

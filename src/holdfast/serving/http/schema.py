@@ -152,6 +152,7 @@ class SamplesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     min_weight_version: Annotated[int, Meta(ge=0, le=2**62)] | None = None
     metadata: dict[str, Any] | None = None
     num_layers: _Count | None = None
+    weight_versions: Literal["names", "spans"] | None = None
     format: Literal["safetensors", "json", "parquet"] = "safetensors"
 
 

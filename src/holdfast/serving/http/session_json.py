@@ -88,7 +88,7 @@ async def trajectory_json(
             ],
             "metadata": {
                 "accumulated_token_ids": tip.ids(),
-                "max_trim_tokens": 0,
+                "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": _mismatch(tip, chat),
                 "control_tokens_spelled": num_control,
                 "tree": tree,
@@ -171,6 +171,8 @@ def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) ->
         "reward": turn.reward,
         "logprob_kind": turn.facts.logprob_kind,
         "weight_versions": list(turn.facts.weight_versions),
+        **({"weight_spans": turn.facts.weight_spans} if turn.facts.weight_spans else {}),
+        **({"effort": turn.facts.effort} if turn.facts.effort else {}),
     }
 
 
@@ -222,7 +224,7 @@ def _sampled_runs(tip: Node, is_control: Callable[[int], bool]) -> Iterator[tupl
     """Every run of tokens without a control token in which some were sampled, and where it starts."""
     run, start, has_sampled = list[int](), 0, False
     for node in tip.path():
-        for part, is_sampled in ((node.turn.given, False), (node.turn.sampled, True)):
+        for part, is_sampled in ((node.turn.given, False), (node.turn.sampled[: node.turn.num_lasting], True)):
             for token in part:
                 if not is_control(token):
                     run.append(token)

@@ -58,13 +58,14 @@ class TokensGiven:
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled:
-    """A sampled span."""
+    """A sampled span, all of it by the same weights."""
 
     session_id: str
     tokens: "array[int]"
     logprobs: "array[float]"
     sampling_logprobs: "array[float]"
     stop_reason: str | None
+    weight_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from holdfast.sessions.journal.base import (
     TurnRecorded,
 )
 from holdfast.sessions.journal.rows import (
+    SAMPLED,
     SESSION_STATE,
     TURN_FIELDS,
     TURN_STATE,
@@ -62,7 +63,7 @@ class Recorder:
             case TokensSampled():
                 self._span(
                     entry.session_id,
-                    "sampled",
+                    f"{SAMPLED} {entry.weight_version}" if entry.weight_version else SAMPLED,
                     tokens=packed(entry.tokens),
                     logprobs=packed(entry.logprobs),
                     sampling_logprobs=packed(entry.sampling_logprobs),

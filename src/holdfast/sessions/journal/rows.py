@@ -25,6 +25,7 @@ SESSION_FIELDS = (
     *("created_at", "forked_from"),
 )
 SESSION_STATE = ("sink", "reward", "closed_why", "closed_at")
+SAMPLED = "sampled"  # the kind of a sampled span; then a space and the version of the weights, where there is one
 SPAN_FIELDS = ("step", "session", "kind", "length", "tokens", "logprobs", "sampling_logprobs", "stop_reason")
 TURN_FIELDS = (
     *("session", "number", "parent", "messages", "reply", "root", "given", "sampled", "logprobs", "sampling_logprobs"),
@@ -195,6 +196,6 @@ def span_of(row: sqlite3.Row) -> Step | None:
         return TokensGiven(session_id, tokens)
     if row["kind"] == "rewound":
         return HistoryRewound(session_id, row["length"])
-    return TokensSampled(
-        session_id, tokens, floats_of(row["logprobs"]), floats_of(row["sampling_logprobs"]), row["stop_reason"]
-    )
+    logprobs = floats_of(row["logprobs"]), floats_of(row["sampling_logprobs"])
+    weight_version = row["kind"].removeprefix(SAMPLED).removeprefix(" ")
+    return TokensSampled(session_id, tokens, *logprobs, row["stop_reason"], weight_version)
