@@ -218,6 +218,7 @@ class EngineConfig:
     )
     draft_length: int = option(7, "longest draft, in tokens; shorter ones are used where they are faster")
     draft_model: str = option("", "model for --proposer draft_model, a path or a name; it needs the same vocabulary")
+    lora: str = option("", "directory of a LoRA adapter (PEFT) that is merged into the model", metavar="DIR")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
