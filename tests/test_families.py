@@ -306,11 +306,13 @@ def test_the_date_of_a_conversation_can_be_fixed() -> None:
     assert "09 Sep 2001" in model.tokenizer.decode(first)
 
 
-@pytest.mark.parametrize("name", ["gptoss", "deepseek_v3_tools", "mistral_nemo", "qwen3"] if THOROUGH else ["gptoss"])
+@pytest.mark.parametrize(
+    "name", ["gptoss", "deepseek_v3_tools", "mistral_nemo", "qwen3"] if THOROUGH else ["mistral_nemo"]
+)
 def test_a_forced_call_is_one_that_is_read_back(name: str) -> None:
     model = family_model(name)
-    tool = json.loads(json.dumps(TOOL)) | {}
-    tool["function"]["parameters"] = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "description": "-", "parameters": schema}}
     state = model.grammars.compiled(model.forced_call([tool], is_one=True)).start()
     reply = model.reply(tools=[tool])
     while not state.may_end:
