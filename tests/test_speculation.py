@@ -206,6 +206,15 @@ def test_a_long_history_is_indexed_some_at_a_time() -> None:
     assert found == [[], [], tokens[9_010:9_015]]
 
 
+def test_a_run_that_was_last_seen_in_what_a_rewind_removed_gives_no_draft() -> None:
+    sequence, proposer = Sequence(1, SlabPool(1, SHAPE).acquire(0)), NGram()
+    request = DraftRequest(sequence, SamplingParams(seed=1), 5)
+    sequence.append([1, 2, 3, 9, 9, 9, 1, 2, 3, 4])
+    proposer.propose([request])
+    sequence.rewind(3, max_recompute=10)
+    assert proposer.propose([request]) == [Draft([])]
+
+
 def test_the_pace_follows_what_was_accepted() -> None:
     pace = Pace(row_cost=0.25)
     for _ in range(40):

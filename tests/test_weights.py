@@ -23,7 +23,7 @@ from holdfast.engine.torch import TorchEngine
 from holdfast.engine.torch.weights import StateDictReader
 from holdfast.engine.update import checked, open_weights_at, write
 from holdfast.engine.worker import Worker
-from holdfast.errors import ModelError, SnapshotMismatch
+from holdfast.errors import EngineDied, ModelError, SnapshotMismatch
 from holdfast.generation import Sampled, SamplingParams, weight_spans
 from holdfast.models.architecture import from_hf_config
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
@@ -141,6 +141,14 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
             _swap(engine, path)
     assert np.array_equal(_logits(engine), before[0])
     assert (engine.info, engine.weight_version) == (before[1], "")
+
+
+def test_weights_that_change_while_they_are_read_end_the_engine(tmp_path: Path) -> None:
+    engine = FakeEngine(num_slabs=1, shape=SHAPE)
+    update = checked(open_weights_at(_weight(tmp_path, 1), engine), engine)
+    _weight(tmp_path, 2).replace(tmp_path / "1.safetensors")
+    with pytest.raises(EngineDied, match="weight changed while the weights were read"):
+        write(engine, update, version="1", keeps_caches=False)
 
 
 def test_a_head_that_is_tied_must_stay_so(tmp_path: Path) -> None:
@@ -327,6 +335,8 @@ async def test_weights_change_under_load_and_every_token_has_the_right_version(t
                 assert response.json()["num_tensors"] == 1
             is_over.set()
         ids = (*chats, *(one.session_id for one in created))
+        request = pb.GetHistoryRequest(session_id=ids[-1])
+        chunks = [chunk async for chunk in server.stub.GetHistory(request) if chunk.kind == pb.SPAN_KIND_SAMPLED]
         files = [decode(await downloaded(client, session, snapshot="false")) for session in ids]
     for file in files:
         for turn in file.turns:
@@ -337,6 +347,7 @@ async def test_weights_change_under_load_and_every_token_has_the_right_version(t
         for span in spans:
             _check_versions(span.tokens, [(span.weight_version, len(span.tokens))])
         assert file.turns or len({span.weight_version for span in spans}) > 2
+    assert [chunk.weight_version for chunk in chunks] == [span.weight_version for span in spans]
     async with serving(_telling_engine(), default_chat(), **options) as server, client_of(server) as client:
         for session, file in zip(ids, files, strict=True):
             assert decode(await downloaded(client, session, snapshot="false")).spans == file.spans

@@ -205,9 +205,10 @@ def _slot(tokens: "array[int]", end: int) -> int:
 
 
 def _num_agreeing(tokens: "array[int]", end: int) -> int:
-    """How many tokens before `end` are the same as those at the end of the history."""
+    """How many tokens before `end` are the same as those at the end of the history. None where a rewind has removed
+    the position."""
     length = len(tokens)
-    most = min(_LONGEST, end)
+    most = min(_LONGEST, end) if end <= length else 0
     return next((n for n in range(most) if tokens[end - 1 - n] != tokens[length - 1 - n]), most)
 
 

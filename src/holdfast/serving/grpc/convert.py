@@ -142,6 +142,7 @@ def history_chunk(piece: SpanPiece) -> pb.HistoryChunk:
         logprobs=piece.logprobs,
         sampling_logprobs=piece.sampling_logprobs,
         stop_reason=_STOP_REASONS[piece.stop_reason],
+        weight_version=piece.weight_version,
     )
 
 

@@ -378,20 +378,22 @@ class GetHistoryRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., from_position: _Optional[int] = ..., to_position: _Optional[int] = ...) -> None: ...
 
 class HistoryChunk(_message.Message):
-    __slots__ = ("from_position", "kind", "token_ids", "logprobs", "sampling_logprobs", "stop_reason")
+    __slots__ = ("from_position", "kind", "token_ids", "logprobs", "sampling_logprobs", "stop_reason", "weight_version")
     FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     from_position: int
     kind: SpanKind
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     sampling_logprobs: _containers.RepeatedScalarFieldContainer[float]
     stop_reason: StopReason
-    def __init__(self, from_position: _Optional[int] = ..., kind: _Optional[_Union[SpanKind, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., sampling_logprobs: _Optional[_Iterable[float]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, from_position: _Optional[int] = ..., kind: _Optional[_Union[SpanKind, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., sampling_logprobs: _Optional[_Iterable[float]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class ExportSessionRequest(_message.Message):
     __slots__ = ("session_id", "without_snapshot")
