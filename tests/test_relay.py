@@ -467,11 +467,12 @@ async def test_routed_experts_have_layers_and_experts_per_token_where_a_setting_
         ((6,), {"shape": (3, 2)}, (3, 2)),
         ((3, 2), {"shape": (3, 2)}, (3, 2)),
         ((3, 2), {"shape": (2, 3)}, None),
-        ((6,), {"routing": (3, 2)}, (3, 2)),
-        ((6,), {"routing": (2, 2)}, (3, 2)),  # the server counts a layer that does not route, too
-        ((6,), {"routing": (4, 2)}, None),
-        ((7,), {"routing": (3, 2)}, None),
-        ((3, 2), {"routing": (3, 4)}, None),
+        ((6,), {"routing": (3, 2, 3)}, (3, 2)),
+        ((6,), {"routing": (2, 2, 3)}, (3, 2)),  # the server counts a layer that does not route, too
+        ((6,), {"routing": (4, 2, 4)}, None),
+        ((6,), {"routing": (2, 2, 4)}, None),
+        ((7,), {"routing": (3, 2, 3)}, None),
+        ((3, 2), {"routing": (3, 4, 3)}, None),
     ],
 )
 def test_rows_of_routed_experts_fit_the_model_or_are_refused(row: Any, known: Any, found: Any) -> None:

@@ -12,12 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chats.embedded_turn import _speculation
 from holdfast.chats.samples.certificate import problems
 from holdfast.chats.samples.formats import decode, encode
 from holdfast.chats.samples.sample import Export
 from holdfast.config import ChatConfig
 from holdfast.engine.interface import Row
 from holdfast.engine.slab import SlabShape
+from holdfast.generation import Done, StopReason
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.lifecycle import Chat
 from tests.qwen3 import qwen3
@@ -142,11 +144,32 @@ async def test_branches_share_what_they_have_in_common_and_train_it_once() -> No
     async with serving(_engine(), default_chat()) as server, client_of(server) as http:
         session = await open_session(http)
         one = (await http.post(chat_path(session), json=said("a"))).json()["choices"][0]["message"]["content"]
-        await http.post(chat_path(session), json=said("a", one, "b"))
+        second = (await http.post(chat_path(session), json=said("a", one, "b"))).json()["usage"]
+        effort = (await http.get(f"/sessions/{session}")).json()["records"][1]["effort"]
+        assert effort["prompt_tokens"] == second["prompt_tokens"]
+        assert effort["cached_tokens"] == second["prompt_tokens_details"]["cached_tokens"] > 0
+        assert min(effort["queue_s"], effort["total_s"] - effort["first_token_s"]) >= 0
         await http.post(chat_path(session), json=said("a", one, "c"))
         tip, every = await fetch(http, session), await fetch(http, session, branch="all")
         assert (len(tip.samples), len(every.samples)) == (1, 2)
         assert sum(int(sample.loss_mask.sum()) for sample in every.samples) == 3 * 4
+
+
+def test_drafts_are_told_with_the_steps_that_verified_them() -> None:
+    """A step samples one token, and as many more as it accepts: 10 tokens of which 6 were drafted took 4 steps."""
+    none = Done(
+        stop_reason=StopReason.EOS,
+        num_generated=10,
+        history_length=30,
+        num_dropped=0,
+        prefill_tokens=5,
+        prefill_duration_s=0.0,
+        total_duration_s=0.0,
+        seed=1,
+    )
+    assert _speculation(none) == _speculation(None) == {}
+    drafted = replace(none, num_proposed=9, num_accepted=6)
+    assert _speculation(drafted) == {"spec_drafted": 9, "spec_accepted": 6, "spec_steps": 4}
 
 
 async def test_sessions_of_raw_tokens_have_samples_too() -> None:

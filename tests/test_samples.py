@@ -510,6 +510,24 @@ def test_a_turn_of_several_versions_tells_each_of_them_and_which_tokens_it_sampl
     assert any("weight_spans of turn 1" in problem for problem in problems(Export(samples=(certify(short),))))
 
 
+def test_tokens_that_the_next_turn_does_not_go_on_from_are_only_in_the_last_turn() -> None:
+    tree = Tree()
+    first = attach(tree, tree.root, [1, 2], [3, 9], num_trimmed=1, routed_experts=_flat(3, 2))
+    attach(tree, first, [4], [5, 9], num_trimmed=1, weight_spans=(("3", 1), ("4", 1)), routed_experts=_flat(5, 2))
+    export = assemble(tree)
+    (sample,) = export.samples
+    assert problems(export) == []
+    assert (sample.tokens.tolist(), sample.loss_mask.tolist()) == ([1, 2, 3, 4, 5, 9], [1, 0, 1, 1])
+    assert sample.rollout_log_probs.tolist() == [-1.5, 0.0, -2.5, -2.5625]
+    assert [(turn.start, turn.sampled_start, turn.end) for turn in sample.turns] == [(0, 2, 3), (3, 4, 6)]
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts.tolist() == np.arange(10).reshape(5, 2).tolist()
+    (short,) = assemble(tree, Options(max_seq_len=5)).samples  # the second turn does not fit, so the first is the last
+    assert (short.tokens.tolist(), short.loss_mask.tolist()) == ([1, 2, 3, 9], [1, 1])
+    attach(tree, first, [6], [7], routed_experts=_flat(4, 2))
+    assert problems(assemble(tree, Options(branch="all"))) == []
+
+
 def test_effort_is_told_by_turn_and_in_all_and_counts_once_where_branches_share_a_turn() -> None:
     tree = Tree()
     effort = {"prompt_tokens": 4, "cached_tokens": 1, "total_s": 0.25}

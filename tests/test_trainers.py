@@ -3,8 +3,10 @@ and TRL's own trainer computes the loss that follows from the certified tokens."
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +16,20 @@ import torch
 from hypothesis import assume, given, settings
 
 from holdfast.chats.samples.assembly import Options, assemble
-from holdfast.chats.samples.formats import encode
-from holdfast.chats.samples.sample import Export, Sample
+from holdfast.chats.samples.certificate import problems
+from holdfast.chats.samples.formats import decode, encode
+from holdfast.chats.samples.sample import Export, Sample, meta_of
 from holdfast.chats.samples.trainers import Layout, Trainer, convert, to_miles, to_skyrl, to_trl, to_verl
 from holdfast.chats.tree import Tree
 from holdfast.cli import main
+from holdfast.engine.slab import SlabShape
+from holdfast.engine.torch import TorchEngine
+from holdfast.engine.torch.weights import StateDictReader
 from holdfast.errors import SamplesUnusable
+from holdfast.models.architecture import from_hf_config
 from tests.effort import examples
+from tests.serving import default_chat, serving
+from tests.talking import chat_path, client_of, open_session
 from tests.test_samples import SESSION, attach, example, trees
 
 PLAIN = Layout(has_experts=False)
@@ -141,3 +150,141 @@ def test_convert_writes_files_that_the_trainers_own_tools_read(
     assert main(["samples", "convert", str(source), "--to", "trl"]) != 0
     assert "turn 1 is not what was certified" in capsys.readouterr().err
     assert main(["samples", "convert", str(tmp_path / "none"), "--to", "trl"]) == 2
+
+
+# TRL's own trainer
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"enum": ["sky", "sea"]}}, "required": ["at"]},
+    },
+}
+
+
+def policy_of(vocab_size: int) -> Any:
+    """A small random model with the default model's vocabulary."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+async def rollout(policy: Any) -> Export:
+    """A session with a tool, two branches, and other weights for the second turn."""
+    shape = SlabShape(recent=1024, max_pin=512, prefill_chunk=128, rewind_tokens=512)
+    engine = TorchEngine(
+        "policy",
+        from_hf_config(policy.config.to_dict()),
+        StateDictReader(policy.state_dict()),
+        digest="policy",
+        num_slabs=4,
+        shape=shape,
+    )
+    options = {"tools": [TOOL], "max_tokens": 40}
+    async with serving(engine, default_chat(), weight_version="1") as server, client_of(server) as client:
+        session = await open_session(client, history="forest", group="task")
+        messages: list[Any] = [{"role": "user", "content": "Look."}]
+
+        async def turn(**more: Any) -> Any:
+            reply = await client.post(chat_path(session), json={"messages": messages, **options, **more})
+            assert reply.status_code == 200, reply.text
+            return reply.json()["choices"][0]["message"]
+
+        message = await turn(seed=1, tool_choice="required", parallel_tool_calls=False)
+        (call,) = message["tool_calls"]
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "It is blue."}]
+        await client.put("/control/weight_version", json={"weight_version": "2"})
+        await turn(seed=2, max_tokens=6)
+        await turn(seed=3, max_tokens=9, temperature=0.7)
+        for number, reward in ((2, 0.25), (3, 0.0)):
+            await client.post(f"/sessions/{session}/reward", json={"reward": reward, "turn": number})
+        reply = await client.post(f"/sessions/{session}/samples", json={"branch": "all"})
+    export = decode(reply.content)
+    assert problems(export) == []
+    return export
+
+
+def loss_by_hand(policy: Any, samples: Sequence[Sample]) -> float:
+    """CISPO's loss of a group, from the tokens that the certificates cover, one sample at a time."""
+    rewards = np.array([sample.reward for sample in samples])
+    advantages = rewards - rewards.mean()
+    loss, num_trained = 0.0, 0
+    for sample, advantage in zip(samples, advantages, strict=True):
+        tokens, start = torch.tensor(sample.tokens), sample.response_start
+        with torch.no_grad():
+            logits = policy(tokens[None]).logits[0, start - 1 : -1].double()
+        logprobs = torch.log_softmax(logits, -1).gather(1, tokens[start:, None])[:, 0].numpy()
+        assert sample.certificate is not None
+        assert sample.certificate.num_trained == sample.loss_mask.sum()
+        loss -= float((sample.loss_mask * advantage * logprobs).sum())
+        num_trained += sample.certificate.num_trained
+    return loss / num_trained
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")
+async def test_one_step_of_trls_trainer_has_the_loss_that_the_certified_tokens_give(tmp_path: Path) -> None:
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = default_chat().model.tokenizer
+    policy = policy_of(tokenizer.inner.get_vocab_size())
+    samples = (await rollout(policy)).samples
+    one, other = samples
+    assert [turn.masked for turn in other.turns] == ["shared", ""]
+    assert 0 in one.loss_mask  # the tool's answer, between two sampled turns
+    assert [meta_of(sample).weight_versions for sample in samples] == [["1", "2"]] * 2
+    expected = loss_by_hand(policy, samples)
+    losses: list[float] = []
+
+    class Watched(GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            losses.append(float(loss.detach()))
+            return loss
+
+    config = GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_steps=1,
+        beta=0.0,
+        loss_type="cispo",
+        epsilon_high=5.0,
+        scale_rewards="none",
+        learning_rate=0.1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Watched(
+        model=policy,
+        reward_funcs=lambda prompts, completions, reward, **_: reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "Look."}]),
+        processing_class=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.inner, eos_token="<|im_end|>", pad_token="<|im_end|>"
+        ),
+        rollout_func=lambda prompts, trainer: to_trl(samples),
+    )
+    before = policy.lm_head.weight.detach().clone()
+    trainer.train()
+    assert losses == pytest.approx([expected], abs=1e-6)
+    assert not torch.equal(before, policy.lm_head.weight)

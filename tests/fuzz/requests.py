@@ -57,9 +57,13 @@ BODIES: list[tuple[str, Any]] = [
     ("/sessions/{}" + CHAT, NOISY),
     ("/sessions/{}/fork", {"label": "l"}),
     ("/sessions/{}/reward", {"reward": 1.0, "turn": 1}),
-    ("/sessions/{}/samples", {"branch": "all", "format": "json", "max_seq_len": 100, "metadata": {"a": 1}}),
+    (
+        "/sessions/{}/samples",
+        {"branch": "all", "format": "json", "max_seq_len": 100, "weight_versions": "spans", "metadata": {"a": 1}},
+    ),
     ("/sessions/purge", {"session_ids": ["s"], "older_than_s": 1e9, "dry_run": True}),
     ("/control/weight_version", {"weight_version": "1"}),
+    ("/control/weights", {"path": "/nowhere", "version": "1", "caches": "keep"}),
 ]
 MESSAGE: dict[str, Any] = {
     "model": "m", "max_tokens": 2, "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "x"}}],

@@ -274,7 +274,7 @@ class ChatService:
         def export() -> Export:
             told = {
                 "accumulated_token_ids": tip.ids(),
-                "max_trim_tokens": 0,
+                "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": mismatches(tip, chat),
             }
             whole = replace(facts, summary={**facts.summary, **told})

@@ -40,7 +40,8 @@ class Node:
 
     @property
     def last_token(self) -> int | None:
-        tokens = self.tokens()
+        """Of the reply, as it was sampled."""
+        tokens = self.turn.sampled or self.turn.given
         return tokens[-1] if tokens else None
 
     def tokens(self) -> "array[int]":

@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
             backend, about = remote, f"by {server.backend} at {', '.join(upstream.upstreams)}"
             if chat:
                 remote.sample = _sample(source, chat)
-                chat = replace(chat, upstream=Upstream(remote, parse_routes(upstream.passthrough)))
+                routes, relays_chats = parse_routes(upstream.passthrough), upstream.upstream_api == "chat"
+                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:
@@ -186,7 +187,8 @@ def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, me
     )
     kind = SGLangBackend if server.backend == "sglang" else VLLMBackend
     routing = source.routing
-    return kind(config, model, metrics=metrics, routing=(routing.num_layers, routing.top_k) if routing else None)
+    shape = (routing.num_layers, routing.top_k, routing.depth) if routing else None
+    return kind(config, model, metrics=metrics, routing=shape)
 
 
 def _sample(source: ModelSource, chat: Chat) -> TokenSample | None:

@@ -68,20 +68,22 @@ def parse_expert_shape(text: str) -> tuple[int, int] | None:
 
 
 def expert_rows(
-    row: tuple[int, ...], *, shape: tuple[int, int] | None = None, routing: tuple[int, int] | None = None
+    row: tuple[int, ...], *, shape: tuple[int, int] | None = None, routing: tuple[int, int, int] | None = None
 ) -> tuple[int, ...]:
     """The shape of a position's routed experts, of which `row` is known: flat or as layers and experts per token.
 
-    `shape` is how it must be; `routing` are the layers that route and their experts per token, and servers may count
-    the other layers too. Raises ValueError where the row is neither.
+    `shape` is how it must be; `routing` are the layers that route, their experts per token, and all layers, of which a
+    server counts the one or the other. Raises ValueError where the row is neither.
     """
     top_k = shape[1] if shape else routing[1] if routing else None
     found = (row[0] // top_k, top_k) if top_k and len(row) == 1 else row
     if math.prod(found) != math.prod(row) or (shape and found != shape):
         told = f"{shape[0]} layers with {shape[1]} experts each" if shape else f"layers with {top_k} experts each"
         raise ValueError(f"has {list(row)} values for each token, which are not {told}")
-    if routing and not shape and (found[-1] != routing[1] or found[0] < routing[0]):
-        raise ValueError(f"has {list(row)} values for each token; {routing[0]} layers route to {routing[1]} experts")
+    if routing and not shape and (found[-1] != routing[1] or found[0] not in (routing[0], routing[2])):
+        raise ValueError(
+            f"has {list(row)} values for each token; {routing[0]} of {routing[2]} layers route to {routing[1]} experts"
+        )
     return found
 
 

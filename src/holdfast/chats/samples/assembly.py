@@ -29,6 +29,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -136,17 +137,17 @@ def assemble(
 
 
 def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[TurnSpan, ...]:
-    turns = []
-    for node in kept.nodes:
-        is_cut = kept.is_cut and node is kept.nodes[-1]
-        start = node.end - len(node.turn.given) - len(node.turn.sampled)
-        sampled_start = start + len(node.turn.given)
+    turns: list[TurnSpan] = []
+    for node, after in zip_longest(kept.nodes, kept.nodes[1:]):
+        is_cut = kept.is_cut and after is None
+        num_sampled = _num_sampled(node, after) if after else kept.last_sampled
+        sampled_start = node.end - node.turn.num_lasting
         turns.append(
             TurnSpan(
                 number=node.number,
-                start=start,
+                start=turns[-1].end if turns else 0,
                 sampled_start=sampled_start,
-                end=sampled_start + kept.last_sampled if is_cut else node.end,
+                end=sampled_start + num_sampled,
                 finish_reason="length" if is_cut else node.turn.finish_reason,
                 masked=masked(node, seen, min_weight_version),
                 is_cut=is_cut,
@@ -154,17 +155,23 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
                 logprob_kind=_logprobs(node)[1],
                 weight_versions=node.turn.facts.weight_versions,
                 reward=_reward(node.turn.reward),
-                weight_spans=_first(node.turn.facts.weight_spans, kept.last_sampled if is_cut else None),
+                weight_spans=_first(node.turn.facts.weight_spans, num_sampled),
                 effort=dict(node.turn.facts.effort),
             )
         )
     return tuple(turns)
 
 
-def _first(spans: tuple[tuple[str, int], ...], num: int | None) -> tuple[tuple[str, int], ...]:
-    """The spans of the first `num` tokens; None: of all."""
-    if num is None:
-        return spans
+def _num_sampled(node: Node, after: Node) -> int:
+    """How many of a turn's sampled tokens are in a sample that goes on with `after`. A trimmed end that is given there
+    just so was sampled all the same."""
+    turn = node.turn
+    trimmed = turn.sampled[turn.num_lasting :]
+    return len(turn.sampled) if after.turn.given[: len(trimmed)] == trimmed else turn.num_lasting
+
+
+def _first(spans: tuple[tuple[str, int], ...], num: int) -> tuple[tuple[str, int], ...]:
+    """The spans of the first `num` tokens."""
     kept = []
     for name, length in spans:
         if num > 0:
@@ -184,9 +191,9 @@ def _sample(
     response_of: ResponseOf,
 ) -> Sample:
     nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
-    tokens = np.concatenate(
-        [np.asarray(part, np.int64) for node in nodes for part in (node.turn.given, node.turn.sampled)]
-    )
+    last = nodes[-1].turn
+    parts = [*(node.tokens() for node in nodes), last.sampled[last.num_lasting :]]
+    tokens = np.concatenate([np.asarray(part, np.int64) for part in parts])
     trained = [_logprobs(node)[0] if turn.num_trained else None for node, turn in zip(nodes, turns, strict=True)]
     has_both = all(_is_whole(node, node.turn.sampling_logprobs) for node in nodes)
     rewards = [turn.reward for turn in turns if turn.reward is not None]

@@ -33,13 +33,13 @@ def cut(path: Sequence[Node], max_seq_len: int | None) -> Kept | None:
     A turn that crosses the limit is left out whole, so what a turn says of its end stays true. Only where nothing
     sampled would be left is the first turn that has any shortened, and then it says that it ended by length.
     """
-    whole = [node for node in path if max_seq_len is None or node.end <= max_seq_len]
+    whole = [node for node in path if max_seq_len is None or node.end + node.turn.facts.num_trimmed <= max_seq_len]
     if any(node.turn.sampled for node in whole):
         return Kept(whole, len(whole[-1].turn.sampled), False)
     if max_seq_len is None or len(whole) == len(path):
         return None
     crossing = path[len(whole)]
-    room = max_seq_len - (crossing.end - len(crossing.turn.sampled))
+    room = max_seq_len - (crossing.end - crossing.turn.num_lasting)
     return Kept([*whole, crossing], room, True) if room > 0 and crossing.turn.sampled else None
 
 

@@ -34,7 +34,8 @@ def mismatches(tip: Node, chat: ChatModel) -> list[dict[str, Any]]:
     tools, variables = msgspec.json.decode(root.tools), msgspec.json.decode(root.variables)
     try:
         rendered = chat.continuation.first(list(tip.spoken()), tools, variables).ids
-        tail = chat.continuation.tail(tip.last_token, [], tools, variables, start=tip.num_messages).ids
+        continuation, start, reply = chat.continuation, tip.num_messages, tip.turn.reply
+        tail = continuation.tail(tip.last_token, [], tools, variables, start=start, reply=reply).ids
     except (InvalidArgument, ContextTooLong) as exc:
         return [_finding("not_rendered", -1, detail=str(exc))]
     expected = list(_segments(((token, False) for token in rendered), chat.tokenizer))

@@ -50,7 +50,7 @@ def rows_of(
         text = _text(node, field, response_of)
         if text is None:
             continue
-        last = node.end - 1
+        last = node.end + node.turn.facts.num_trimmed - 1
         rows = _shaped(_values(text, node, field), row_shape, node, field, wanted=shape)
         start = last - len(rows)
         if not 0 <= start <= covered:
@@ -98,7 +98,7 @@ def _shaped(
         if shape is not None and values.shape[1:] != shape:
             raise _unusable(node, field, f"has rows of shape {list(values.shape[1:])}, earlier turns {list(shape)}")
         return values
-    last = node.end - 1
+    last = node.end + node.turn.facts.num_trimmed - 1
     width = int(np.prod(shape)) if shape is not None else values.size // max(1, last)
     num_rows = values.size // width if width else 0
     if num_rows * width != values.size or (shape is None and num_rows != (last if width else 0)):
