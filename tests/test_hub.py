@@ -138,10 +138,11 @@ def test_a_model_is_fetched_once_and_then_taken_from_the_cache(hub: FakeHub, tmp
         hub, tmp_path, info, info, ["models", "list"], gated, ["models", "pull", "org/tiny@v1"], HF_TOKEN="good"
     )
     assert done.statuses == [0] * 5
+    assert done.err.count("looking for org/tiny on the hub") == 1  # not again for what is here
     assert f"org/tiny\n  0.0 MB, commit {commit_of('main')[:12]}" in done.out
     assert hub.fetched() == {*NAMES, "model.safetensors"}
     asked = [line for line in hub.requests if line.startswith("GET /api/models/")]
-    assert [line.rpartition("/")[2] for line in asked] == ["main", "main", "v1"]  # not again for what is here
+    assert [line.rpartition("/")[2] for line in asked] == ["main", "main", "v1"]
     weights = [line for line in hub.requests if line.startswith("GET /org/tiny") and line.endswith(".safetensors")]
     assert len(weights) == 1  # the same content is kept once
     missing = ["models", "info", "org/sharded"]

@@ -7,6 +7,7 @@ second copy of the weights that some repositories have in a folder.
 import json
 import logging
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def fetch(model: HubModel, *, tokenizer_only: bool) -> Path:
     """
     hub = _package()
     errors = hub.errors
+    print(f"looking for {model} on the hub", file=sys.stderr, flush=True)  # bars are shown in terminals only
     try:
         return _download(hub, model, tokenizer_only=tokenizer_only)
     except ModelError:
