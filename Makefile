@@ -11,7 +11,7 @@ NODE_READY := sdks/typescript/node_modules/.ready
 VOCABULARIES := tests/vocabularies/node_modules/.ready
 TEST_WORKERS ?= 2
 
-.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu bench-gpu test-mlx test-vllm format clean
+.PHONY: help setup serve chat test sdk-suites proto check test-integration test-gpu bench-gpu test-mlx test-vllm test-sglang format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -88,6 +88,9 @@ test-mlx: $(READY) ## the MLX engine: its contract, and beside torch; on a Mac i
 
 test-vllm: $(READY) ## the upstream contract against a real vLLM: VLLM_URL=http://... (without it: how to start one)
 	$(BIN)/python -m tests.vllm $(if $(VLLM_URL),run $(VLLM_URL))
+
+test-sglang: $(READY) ## the upstream contract against a real SGLang: SGLANG_URL=http://... (without it: how to start one)
+	$(BIN)/python -m tests.sglang $(if $(SGLANG_URL),run $(SGLANG_URL))
 
 format: $(READY) ## let ruff fix and format
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

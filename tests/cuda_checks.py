@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 
 from holdfast.engine.cuda import CudaEngine, load_engine
 from holdfast.engine.cuda.graphs import GraphPool
-from holdfast.engine.cuda.weights import quantised
+from holdfast.engine.cuda.weights import Matrix, quantised
 from holdfast.engine.interface import Row
 from holdfast.engine.sampling import Pick
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from holdfast.engine.torch.weights import StateDictReader
+from holdfast.engine.update import NewWeights, checked, write
 from holdfast.engine.weights import quantise
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.models import HFSource
@@ -31,19 +33,29 @@ MANY = 64
 
 
 def cuda_engine(
-    family: str, dtype: str = "float32", *, num_slabs: int = 2, deterministic: bool = False, shape: SlabShape = SHAPE
+    family: str,
+    dtype: str = "float32",
+    *,
+    num_slabs: int = 2,
+    deterministic: bool = False,
+    shape: SlabShape = SHAPE,
+    state: dict[str, torch.Tensor] | None = None,
 ) -> CudaEngine:
-    model = whole_groups_model() if family == "whole-groups" else tiny.hf_model(family)
+    model = _model(family)
     return CudaEngine(
         f"tiny-{family}",
         from_hf_config(model.config.to_dict()),
-        StateDictReader(model.state_dict()),
+        StateDictReader(state or model.state_dict()),
         digest=family,
         num_slabs=num_slabs,
         shape=shape,
         dtype=dtype,
         deterministic=deterministic,
     )
+
+
+def _model(family: str) -> Any:
+    return whole_groups_model() if family == "whole-groups" else tiny.hf_model(family)
 
 
 @cache
@@ -283,6 +295,51 @@ def cuda_slabs_take_the_memory_they_say() -> str:
     return f"{engine.kv_reserved_bytes:,} bytes reserved, allocator agrees, nothing grows"
 
 
+def swapped_cuda_weights_are_those_of_a_fresh_engine() -> str:
+    """Bit for bit, at the addresses that the graphs were recorded with, and in no more memory after many swaps."""
+    cases = (("qwen2", "float32"), ("qwen2", "bfloat16"), ("mistral", "bfloat16"), ("whole-groups", "int8"))
+    for family, dtype in cases:
+        old = _model(family).state_dict()
+        new = {name: tensor * 1.1 + 0.01 for name, tensor in old.items()}
+        engine = cuda_engine(family, dtype, deterministic=True)
+        _logits_by_graphs(engine)
+        addresses = [tensor.data_ptr() for tensor in _held(engine)]
+        fresh = cuda_engine(family, dtype, deterministic=True, state=new)
+        swap(engine, new)
+        for ours, theirs in zip(_held(engine), _held(fresh), strict=True):
+            assert torch.equal(ours, theirs), (family, dtype)
+        assert addresses == [tensor.data_ptr() for tensor in _held(engine)]
+        assert difference(_logits_by_graphs(engine), _logits_by_graphs(fresh)) == 0, (family, dtype)
+        allocated = torch.cuda.memory_allocated()
+        for index in range(20):
+            swap(engine, old if index % 2 == 0 else new)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == allocated, (family, dtype)
+        assert difference(_logits_by_graphs(engine), _logits_by_graphs(fresh)) == 0, (family, dtype)
+    return "fp32, bf16, int8: the same bits and addresses, no memory after 20 more swaps"
+
+
+def swap(engine: CudaEngine, state: dict[str, torch.Tensor]) -> None:
+    weights = NewWeights(tiny.StateWeights(state), list(state))
+    write(engine, checked(weights, engine), version="2", keeps_caches=False)
+
+
+def _held(engine: CudaEngine) -> list[torch.Tensor]:
+    """All tensors of the engine's weights, in an order that depends on nothing."""
+    weights = engine._decoder.weights
+    layers = [getattr(layer, field.name) for layer in weights.layers for field in fields(layer)]
+    found: list[torch.Tensor] = []
+    for part in (weights.embedding, weights.norm, weights.head, *layers):
+        tensors = (part.values, part.scales) if isinstance(part, Matrix) else (part,)
+        found += [tensor for tensor in tensors if tensor is not None]
+    return found
+
+
+def _logits_by_graphs(engine: CudaEngine) -> Array:
+    """Prompts, rows of a few tokens and single ones, so that every kind of graph is replayed."""
+    return run_chunks(engine, SlabPool(2, SHAPE).acquire(4), some_tokens(200), [48, 1, 8, 1, 3])
+
+
 CUDA_CHECKS = (
     the_cuda_engine_equals_the_dense_oracle,
     rows_of_a_cuda_batch_keep_to_themselves,
@@ -293,4 +350,5 @@ CUDA_CHECKS = (
     a_warm_engine_answers_at_once_and_the_same,
     positions_of_millions_are_exact,
     cuda_slabs_take_the_memory_they_say,
+    swapped_cuda_weights_are_those_of_a_fresh_engine,
 )

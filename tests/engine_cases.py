@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
@@ -50,18 +49,11 @@ def make(name: str, *, num_slabs: int, shape: SlabShape) -> Case:
     return Case(builders[kind](family, num_slabs=num_slabs, shape=shape), truth, tolerance=5e-4)
 
 
-class StateWeights(dict[str, torch.Tensor]):
-    """A state dict as a `WeightSource`."""
-
-    def tensor(self, name: str) -> NDArray[np.float32]:
-        return self[name].float().numpy()
-
-
 def native_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "float32", **options: Any) -> Engine:
     """`tiny.engine` in native code: the same weights under the same digest."""
 
     arch = tiny.architecture(family)
-    arrays = WeightPacker(StateWeights(tiny.hf_model(family).state_dict()), arch, dtype).arrays()
+    arrays = WeightPacker(tiny.StateWeights(tiny.hf_model(family).state_dict()), arch, dtype).arrays()
     facts = {"digest": family, "num_slabs": num_slabs, "shape": shape, "dtype": dtype}
     return NativeEngine(f"tiny-{family}", arch, arrays, **facts, **options)
 
@@ -70,7 +62,7 @@ def mlx_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "f
     """`tiny.engine` on MLX: the same weights under the same digest."""
     from holdfast.engine.mlx import MLXEngine
 
-    weights = StateWeights(tiny.hf_model(family).state_dict())
+    weights = tiny.StateWeights(tiny.hf_model(family).state_dict())
     arch = tiny.architecture(family)
     return MLXEngine(f"tiny-{family}", arch, weights, digest=family, num_slabs=num_slabs, shape=shape, dtype=dtype)
 

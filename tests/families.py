@@ -139,13 +139,18 @@ FAMILIES = {
 }
 
 
+def base_tokenizer(name: str) -> RustTokenizer:
+    """As it is in the package."""
+    return RustTokenizer.from_file(str(_NPM / f"tokenizer-{FAMILIES[name].package}/models/tokenizer.json"))
+
+
 @cache
 def family_tokenizer(name: str) -> Tokenizer:
     family = FAMILIES[name]
     folder = _NPM / f"tokenizer-{family.package}/models"
     assert folder.is_dir(), "run `make test`, which installs tests/vocabularies"
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    inner = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+    inner = base_tokenizer(name)
     inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.added])
     bos, eos = (_text(config.get(key)) for key in ("bos_token", "eos_token"))
     ends = frozenset(inner.token_to_id(token) for token in family.eos or (eos,))

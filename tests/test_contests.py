@@ -1,11 +1,18 @@
-"""The benches of the engine's speed: what their gates hold against a report, and a contestant that does its turns."""
+"""The benches of the engine: what their gates hold against a report, and a contestant that does its turns."""
+
+import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
 
-from holdfast.bench import speculation
+from holdfast.bench import mismatch, speculation
 from holdfast.bench.engine_speed import DECODE, PREFILL, Contestant, EngineTask
 from holdfast.bench.report import Report, Results
+from holdfast.cli import main
 from holdfast.config import DEFAULT_MODEL, EngineConfig
+from holdfast.generation import Sampled
+from tests import tiny
 
 
 def _report(**values: float) -> Report:
@@ -57,3 +64,31 @@ def test_a_contestant_stands_where_it_stood_before_its_turn(batch: int) -> None:
     assert all(len(contestant._sequences.get(one).tokens) == 20 for one in ready[1])
     assert contestant.run(EngineTask("prefill", 12)) > 0
     assert contestant._ready == (0, [])
+
+
+def test_logprobs_that_a_trainer_does_not_have_fail_the_mismatch() -> None:
+    policy = tiny.hf_model("llama")
+    prompt, tokens, temperature = [5, 6, 7], [8, 30, 9], 0.7
+    with torch.no_grad():
+        logits = policy(torch.tensor([prompt + tokens])).logits[0, 2:-1]
+    raw, sampling = (
+        torch.log_softmax(logits / t, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        for t in (1.0, temperature)
+    )
+    sampled = [
+        Sampled(token=token, logprob=one, sampling_logprob=other + 1e-5)
+        for token, one, other in zip(tokens, raw, sampling, strict=True)
+    ]
+    for moved, failed in ((1e-5, set()), (4e-4, {"float32_raw"})):
+        sampled[1] = dataclasses.replace(sampled[1], logprob=raw[1] + moved)
+        results = Results("any", "", {})
+        mismatch.record("float32", policy, [mismatch.Continuation(prompt, temperature, sampled)], results)
+        gates = _passed(mismatch.judge(results.report))
+        assert {name for name, passed in gates.items() if not passed} == failed
+        assert set(gates) == {"float32_raw", "float32_sampling", "control_without_temperature"}
+    assert not any(_passed(mismatch.judge(Results("any", "", {}).report)).values())
+
+
+@pytest.mark.slow
+def test_the_default_model_samples_with_the_logprobs_of_its_trainer(tmp_path: Path) -> None:
+    assert main(["bench", "mismatch", "--quick", "--output", str(tmp_path)]) == 0

@@ -2,14 +2,24 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.chat_model import ChatModel, with_template
+from holdfast.chat.harmony import HarmonyReader
 from holdfast.chat.messages import Message
+from holdfast.chat.template import ChatTemplate
+from holdfast.chat.tokenizer import Detokenizer
+from holdfast.chat.tool_calls import Delta, without_tags
+from holdfast.errors import InvalidArgument, ModelError
+from holdfast.generation import Sampled
 from tests.effort import THOROUGH
-from tests.families import FAMILIES, Family, family_model
+from tests.families import FAMILIES, Family, base_tokenizer, family_model, family_tokenizer
 
 NUM_CONVERSATIONS = 500 if THOROUGH else 15
 
@@ -64,6 +74,13 @@ def _call(rng: random.Random, tools: list[dict[str, Any]], ids: str) -> dict[str
     return {"id": ids, "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
+def _compared(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+    ]
+    return message["content"], message.get("reasoning_content", ""), calls
+
+
 class Talk:
     """A random conversation with one family's model, as it would go through a session."""
 
@@ -107,6 +124,35 @@ class Talk:
                 message["content"] = ""
         return message
 
+    def check_reading(self) -> None:
+        """A reply as the template renders it is read back as it was, in pieces of any size."""
+        self.messages += self.given()
+        model = self.keeping
+        prompt = model.continuation.first(self.messages, self.tools)
+        message = self.reply(must_reason=prompt.is_reasoning)
+        ids = self._sampled(model.continuation.rendered_reply(self.messages, message, self.tools))
+        reply = model.reply(tools=self.tools, is_reasoning=prompt.is_reasoning)
+        for token in ids:
+            reply.push(Sampled(token=token, logprob=0.0, sampling_logprob=0.0))
+        reply.finish()
+        assert _compared(reply.message) == _compared(message)
+        detokenizer = Detokenizer(model.tokenizer)
+        pieces: list[tuple[str, str | None]] = [(detokenizer.push(token), reply.tags.get(token)) for token in ids]
+        for size in (1, 1_000, self.rng.randint(2, 9)):
+            reader = model.reply(tools=self.tools, is_reasoning=prompt.is_reasoning).reader
+            delta, text = Delta(), ""
+            for piece, tag in [*pieces, ("", "")]:
+                text += piece
+                if tag is not None:
+                    for start in range(0, len(text), size):
+                        delta += reader.push(text[start : start + size])
+                    delta += reader.push_tag(tag)
+                    text = ""
+            delta += reader.finish()
+            calls = [(call.name, json.loads(call.arguments)) for call in delta.calls]
+            read = without_tags(delta.content), without_tags(delta.reasoning), calls
+            assert read == _compared(message)
+
     def whole(self, *, prompt: bool) -> list[int]:
         """The whole conversation rendered at once, by the template that leaves the past as it is."""
         continuation = self.keeping.continuation
@@ -144,7 +190,189 @@ class Talk:
         return rest[: end + 1] if end is not None else [*rest, self.rng.choice(sorted(stops))]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_history_and_tail_are_the_whole_render(name: str) -> None:
-    num_trimmed = sum(Talk(name, seed).run() for seed in range(NUM_CONVERSATIONS))
+# Large vocabularies take seconds to load: of families whose templates have the same rules, one is tried every time.
+_ALIKE = ("qwen2_5", "llama3", "llama3_1", "llama3_1_tools", "gemma", "gemma3", "deepseek_v3")
+TRIED = FAMILIES if THOROUGH else [name for name in FAMILIES if name not in _ALIKE]
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_history_and_tail_are_the_whole_render_and_replies_are_read_back(name: str) -> None:
+    num_trimmed = 0
+    for seed in range(NUM_CONVERSATIONS):
+        num_trimmed += Talk(name, seed).run()
+        Talk(name, seed).check_reading()
     assert (num_trimmed > 0) == (family_model(name).continuation.max_trim_tokens > 0)
+
+
+def _ids(name: str, *tokens: str) -> list[int]:
+    return [family_model(name).tokenizer.control_tokens[token] for token in tokens]
+
+
+USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}}
+
+
+def _calling(number: int = 1) -> Message:
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": f"call0000{index}", "type": "function", "function": function} for index in range(number)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def test_an_opener_that_was_sampled_goes_where_another_message_follows() -> None:
+    continuation = family_model("glm4_moe").continuation
+    user, observation = _ids("glm4_moe", "<|user|>", "<|observation|>")
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
+    for last, new, first, num_trimmed in [
+        (user, USER, None, 0),
+        (observation, result, None, 0),
+        (observation, USER, user, 1),
+        (user, result, observation, 1),
+        (5, USER, user, 0),  # cut short: there is no opener to trim
+    ]:
+        prompt = continuation.tail(last, [new], [TOOL], reply=_calling())
+        assert prompt.num_trimmed == num_trimmed
+        assert first is None or prompt.ids[0] == first
+        assert prompt.ids.count(user) + prompt.ids.count(observation) == (first is not None)
+
+
+def test_the_end_of_a_harmony_reply_is_the_one_that_the_template_has_in_the_past() -> None:
+    continuation = family_model("gptoss").continuation
+    ended, returned, called = _ids("gptoss", "<|end|>", "<|return|>", "<|call|>")
+    assert ended not in continuation.stop_token_ids  # it ends the analysis, not the reply
+    prompt = continuation.tail(returned, [USER])
+    assert (prompt.ids[0], prompt.num_trimmed) == (ended, 1)
+    after_call = continuation.tail(called, [USER], [TOOL], reply=_calling())
+    assert after_call.num_trimmed == 0
+    assert after_call.ids[0] == _ids("gptoss", "<|start|>")[0]
+
+
+def test_a_result_is_rendered_with_the_name_of_its_call() -> None:
+    model = family_model("gptoss")
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
+    text = model.tokenizer.decode(model.continuation.tail(None, [result], [TOOL], reply=_calling()).ids)
+    assert "functions.f to=assistant" in text
+    with pytest.raises(InvalidArgument, match=r"messages\[3\].*called no tool"):
+        model.continuation.tail(None, [result], [TOOL], start=3, reply=USER)
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "where", "says"),
+    [
+        ("gemma2", [{"role": "system", "content": "x"}, USER], "messages[0].role", "System role not supported"),
+        ("gemma2", [USER, {"role": "assistant", "content": "x"}, USER, USER], "messages[3]", "must alternate"),
+        ("mistral_nemo", [USER, USER], "messages[1]", "must alternate"),
+        ("mistral_nemo", [USER, {"role": "system", "content": "x"}], "messages[1].role", "at this position"),
+        ("llama3_2", [USER, _calling(), USER, _calling(2), USER], "messages[3]", "single tool-calls"),
+        ("gptoss", [USER, {"role": "system", "content": "x"}, USER], "messages[1].role", "at this position"),
+    ],
+)
+def test_what_a_template_refuses_is_said_in_its_words_with_the_field(
+    name: str, messages: list[Message], where: str, says: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=says) as caught:
+        family_model(name).continuation.first(messages)
+    assert caught.value.param == where
+
+
+def test_calls_have_ids_that_the_template_accepts() -> None:
+    model = family_model("mistral_nemo")
+    reply = model.reply(tools=[TOOL])
+    call = model.tokenizer.encode('[TOOL_CALLS][{"name": "f", "arguments": {}}]</s>')
+    for token in call:
+        reply.push(Sampled(token=token, logprob=0.0, sampling_logprob=0.0))
+    reply.finish()
+    result = {"role": "tool", "tool_call_id": reply.message["tool_calls"][0]["id"], "content": "4"}
+    assert model.continuation.tail(call[-1], [result], [TOOL], reply=reply.message).ids
+
+
+def test_a_client_cannot_spell_openers_that_the_tokenizer_file_leaves_plain() -> None:
+    model = family_model("deepseek_v3_tools")
+    opener = "<\uff5cUser\uff5c>"
+    assert not family_tokenizer("deepseek_v3_tools").control_tokens.get(opener)
+    prompt = model.continuation.first([{"role": "user", "content": f"a{opener}b"}])
+    assert prompt.ids.count(model.tokenizer.control_tokens[opener]) == prompt.num_control == 1
+    assert opener * 2 not in model.tokenizer.decode(prompt.ids)
+
+
+def test_a_vocabulary_without_the_template_s_tokens_is_refused_at_the_start() -> None:
+    base = replace(family_tokenizer("yi"), inner=base_tokenizer("yi"))
+    with pytest.raises(ModelError, match="does not mark where an assistant's turn ends"):
+        with_template(base, family_model("yi").template, vocab_size=1)
+
+
+def test_the_date_of_a_conversation_can_be_fixed() -> None:
+    model = family_model("llama3_2")
+    first, second, third = (model.continuation.first([USER], at=at).ids for at in (1e9, 1e9, 1.1e9))
+    assert first == second != third
+    assert "09 Sep 2001" in model.tokenizer.decode(first)
+
+
+@pytest.mark.parametrize(
+    "name", ["gptoss", "deepseek_v3_tools", "mistral_nemo", "qwen3"] if THOROUGH else ["mistral_nemo"]
+)
+def test_a_forced_call_is_one_that_is_read_back(name: str) -> None:
+    model = family_model(name)
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "description": "-", "parameters": schema}}
+    state = model.grammars.compiled(model.forced_call([tool], is_one=True)).start()
+    reply = model.reply(tools=[tool])
+    while not state.may_end:
+        token = int(np.flatnonzero(state.allowed())[-1])
+        state.accept(token)
+        reply.push(Sampled(token=token, logprob=0.0, sampling_logprob=0.0))
+    reply.finish()
+    assert _compared(reply.message) == ("", "", [("f", {"a": 1})])
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+def test_calls_whose_format_no_grammar_knows_cannot_be_forced(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be enforced; use auto") as caught:
+        family_model(name).forced_call([TOOL], is_one=True)
+    assert caught.value.param == "tool_choice"
+
+
+def test_tools_are_refused_where_calls_are_rendered_in_an_unknown_format() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    source = "{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+    source += "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}<|im_end|>{% endfor %}"
+    model = with_template(tokenizer, ChatTemplate(source), vocab_size=1)
+    assert model.reply().message["content"] == ""
+    with pytest.raises(InvalidArgument, match="cannot read"):
+        model.reply(tools=[TOOL])
+
+
+_PARTS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "analysis", "final", "assistant", "{}", "{"]
+_PARTS += [" to=functions.f", "commentary", "x", " ", "to", "a<|"]
+
+
+@given(st.lists(st.sampled_from(_PARTS), max_size=12), st.integers(1, 5))
+def test_a_harmony_reply_is_read_the_same_in_pieces_of_any_size(parts: list[str], size: int) -> None:
+    def read(pieces: list[str]) -> Delta:
+        reader, delta = HarmonyReader(["f"]), Delta()
+        for piece in pieces:
+            delta += reader.push(piece)
+        return delta + reader.finish()
+
+    text = "".join(parts)
+    assert read([text]) == read([text[start : start + size] for start in range(0, len(text), size)])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "num_calls"),
+    [
+        ("Hi", "Hi", "", 0),
+        ("to be or not", "to be or not", "", 0),
+        ("<|channel|>final<|message|>Hi<|return|>", "Hi", "", 0),
+        ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi", "Hi", "Hm", 0),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", "", "", 1),
+        (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", "", 1),
+        ("<|channel|>commentary to=functions.g<|message|>{}<|call|>", "{}", "", 0),
+        ("<|channel|>commentary to=functions.f<|message|>{<|call|>", "{", "", 0),
+        ("<|channel|>commentary<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>B", "A\nB", "", 0),
+        ("<|channel|>ana", "", "", 0),
+    ],
+)
+def test_channels_become_content_reasoning_and_calls(text: str, content: str, reasoning: str, num_calls: int) -> None:
+    reader = HarmonyReader(["f"])
+    delta = reader.push(text) + reader.finish()
+    assert (delta.content, delta.reasoning, len(delta.calls)) == (content, reasoning, num_calls)

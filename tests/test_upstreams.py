@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,9 +14,12 @@ from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import carried_headers
 from holdfast.backends.upstream import UpstreamBackend
 from holdfast.backends.vllm import VLLMBackend
+from holdfast.chats.samples.certificate import problems
+from holdfast.chats.samples.formats import decode
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
 from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault
+from tests.chaos import UpstreamProcess, chaos
 from tests.relaying import Relay, relaying
 from tests.serving import default_chat
 from tests.talking import as_events_text, chat_path, error_of, eventually, open_session, refusal_of, said, until
@@ -140,24 +144,16 @@ async def test_another_model_after_a_gap_is_not_used_until_the_first_is_back(cha
             assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 200
 
 
-async def test_a_503_counts_as_a_gap_only_where_the_health_check_fails_too() -> None:
-    class Loading(FakeSGLang):
-        health: Sequence[int] = ()
-
-        async def _answer(self, request: Any) -> Any:
-            if request.path == "/health" and self.health:
-                self.faults.append(Fault(status=self.health[0], body=b""))
-                request = request.clone(rel_url="/v1/models")
-            return await super()._answer(request)
-
-    async with Loading(fake_model()) as fake, relay_to(fake.url) as relay:
+@pytest.mark.parametrize(("error", "in_gap"), [(503, 200), (500, 502)])
+async def test_an_error_counts_as_a_gap_only_where_the_health_check_fails_too(error: int, in_gap: int) -> None:
+    async with FakeSGLang(fake_model()) as fake, relay_to(fake.url) as relay:
         session = await open_session(relay.http)
-        for health, status in (((), 503), ((200,), 503), ((503,), 200)):
-            fake.health = health
-            fake.faults.append(Fault(status=503, body=b"busy"))
+        for health, status in ((200, error), (404, error), (503, in_gap)):
+            fake.health_status = health
+            fake.faults.append(Fault(status=error, body=b"the engine is dead"))
             answer = await relay.http.post(chat_path(session), json=said("Hi"))
             assert (health, answer.status_code) == (health, status)
-        assert (await relay.http.get(f"/sessions/{session}")).json()["turns"] == 1
+        assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 200
 
 
 def aborted(reply: dict[str, Any]) -> None:
@@ -215,6 +211,30 @@ async def test_a_token_stream_is_begun_again_but_never_continued_in_silence() ->
         assert (len(tokens), tokens[-2:]) == (2 + 5 + 2, got)  # what was given out stays, and nothing else
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_chats_from_token_ids_alone_never_use_the_chat_api_and_are_on_record_as_sampled(
+    kind: type[UpstreamBackend],
+) -> None:
+    async with KINDS[kind](fake_model()) as fake, relay_to(fake.url, kind=kind, upstream_api="generate") as relay:
+        session = await open_session(relay.http)
+        first = await relay.http.post(chat_path(session), json=said("Hi", temperature=0.5))
+        reply = first.json()["choices"][0]["message"]["content"]
+        streamed = await relay.http.post(chat_path(session), json=said("Hi", reply, "More", stream=True))
+        assert as_events_text(streamed.text)[-1] == "[DONE]"
+        assert fake.chats() == []
+        prompts = [body.get("input_ids") or body.get("token_ids") for body in (s.json for s in fake.requests if s.body)]
+        shown = (await relay.http.get(f"/sessions/{session}")).json()
+        first_prompt, second_prompt = (record["request"]["input_ids"] for record in shown["records"])
+        assert prompts[-2:] == [first_prompt, second_prompt]
+        assert second_prompt[: len(first_prompt)] == first_prompt
+        assert {record["logprob_kind"] for record in shown["records"]} == {fake.model.logprob_kind}
+        samples = decode((await relay.http.post(f"/sessions/{session}/samples", json={})).content)
+        assert problems(samples) == []
+        asked = said("Hi", reply, "As JSON", response_format={"type": "json_object"})
+        refused = await relay.http.post(chat_path(session), json=asked)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "response_format")
+
+
 async def test_a_session_stays_with_one_of_several_moves_when_it_is_gone_and_comes_back() -> None:
     async with FakeSGLang(fake_model()) as one, FakeSGLang(fake_model()) as two, relay_to(one.url, two.url) as relay:
         sessions = [await open_session(relay.http) for _ in range(12)]
@@ -243,6 +263,21 @@ async def test_a_session_stays_with_one_of_several_moves_when_it_is_gone_and_com
             await until(lambda: relay.backend.servers.all[0].is_ready)
             fakes[one.url] = again
             assert await homes() == before
+
+
+async def test_agents_whose_upstream_is_killed_end_with_right_trajectories_and_no_turn_twice() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    upstream = UpstreamProcess([sys.executable, "-m", "tests.chaos", str(port)], url)
+    upstream.start()
+    try:
+        async with relay_to(url, kind=VLLMBackend, retry_aborted=1) as relay:
+            await until(lambda: relay.backend.not_ready is None)
+            report = await chaos(relay.http, upstream, num_agents=4, num_turns=3, num_kills=1, max_tokens=3)
+    finally:
+        upstream.kill()
+    assert report.problems == []
+    assert report.num_turns == 12
 
 
 async def test_upstreams_of_different_models_fail_the_start() -> None:

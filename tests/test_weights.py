@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import json
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +21,23 @@ from holdfast.engine.native.weights import WeightPacker
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.torch import TorchEngine
 from holdfast.engine.torch.weights import StateDictReader
-from holdfast.engine.update import checked, open_update, write
+from holdfast.engine.update import checked, open_weights_at, write
 from holdfast.engine.worker import Worker
 from holdfast.errors import ModelError, SnapshotMismatch
 from holdfast.generation import Sampled, SamplingParams, weight_spans
 from holdfast.models.architecture import from_hf_config
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.http import routes_weights
 from holdfast.sessions.journal.base import TokensSampled
 from holdfast.sessions.session_file import decode
 from holdfast.testing.fake_engine import FakeEngine
 from tests import tiny
 from tests.driving import Array, run_chunks
 from tests.effort import THOROUGH
-from tests.engine_cases import HAS_MLX, HAS_NATIVE, StateWeights, random_tokens
-from tests.serving import SlowEngine, default_chat, serving, wordy_engine
-from tests.talking import chat_path, client_of, open_session, said, until
+from tests.engine_cases import HAS_MLX, HAS_NATIVE, random_tokens
+from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
+from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
+from tests.test_relay import chatting
 from tests.transferring import downloaded
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8)
@@ -62,12 +66,12 @@ def _engine(kind: str, family: str, dtype: str, state: State) -> Engine:
     arch = from_hf_config(_config(family))
     facts: dict[str, Any] = {"digest": "d", "num_slabs": 2, "shape": SHAPE, "dtype": dtype}
     if kind == "native":
-        return NativeEngine("tiny", arch, WeightPacker(StateWeights(state), arch, dtype).arrays(), **facts)
+        return NativeEngine("tiny", arch, WeightPacker(tiny.StateWeights(state), arch, dtype).arrays(), **facts)
     if kind == "torch":
         return TorchEngine("tiny", arch, StateDictReader(state), **facts)
     from holdfast.engine.mlx import MLXEngine
 
-    return MLXEngine("tiny", arch, StateWeights(state), **facts)
+    return MLXEngine("tiny", arch, tiny.StateWeights(state), **facts)
 
 
 def _logits(engine: Engine) -> Array:
@@ -80,7 +84,7 @@ def _saved(path: Path, state: State) -> Path:
 
 
 def _swap(engine: Engine, path: Path, version: str = "2", *, keeps_caches: bool = False) -> None:
-    write(engine, checked(*open_update(path, engine), engine), version=version, keeps_caches=keeps_caches)
+    write(engine, checked(open_weights_at(path, engine), engine), version=version, keeps_caches=keeps_caches)
 
 
 _NATIVE = [("native", "mistral", "float32"), ("native", "qwen2", "bfloat16"), ("native", "qwen3", "int8")]
@@ -148,6 +152,58 @@ def test_a_head_that_is_tied_must_stay_so(tmp_path: Path) -> None:
         _swap(engine, _saved(tmp_path / "other.safetensors", state | {"lm_head.weight": state["lm_head.weight"] + 1}))
 
 
+def _adapter(folder: Path, state: State, **config: Any) -> Path:
+    """A LoRA adapter as PEFT writes it."""
+    folder.mkdir()
+    facts = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(facts | config))
+    _saved(folder / "adapter_model.safetensors", {f"base_model.model.{name}": part for name, part in state.items()})
+    return folder
+
+
+def _parts(module: str, outputs: int, inputs: int, rank: int = 4) -> State:
+    return {
+        f"{module}.lora_A.weight": torch.randn(rank, inputs, generator=torch.manual_seed(3)),
+        f"{module}.lora_B.weight": torch.randn(outputs, rank, generator=torch.manual_seed(4)) * 0.1,
+    }
+
+
+def test_an_adapter_is_merged_into_the_model_that_was_loaded(tmp_path: Path) -> None:
+    state = _state("qwen3", 1)
+    query, up = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
+    parts = {name: _parts(name, *state[f"{name}.weight"].shape) for name in (query, up)}
+    engine = _engine("torch", "qwen3", "float32", state)
+    engine.base_weights = lambda: tiny.StateWeights(state)
+    for is_stabilised, scale in ((False, 8 / 4), (True, 8 / 2)):
+        path = _adapter(tmp_path / f"a{scale}", parts[query] | parts[up], use_rslora=is_stabilised)
+        _swap(engine, _saved(tmp_path / "part.safetensors", {"model.norm.weight": torch.ones(64)}))
+        _swap(engine, path)
+        merged = {
+            f"{name}.weight": state[f"{name}.weight"]
+            + scale * part[f"{name}.lora_B.weight"] @ part[f"{name}.lora_A.weight"]
+            for name, part in parts.items()
+        }
+        fresh = _engine("torch", "qwen3", "float32", state | merged)
+        np.testing.assert_allclose(_logits(engine), _logits(fresh), rtol=1e-4, atol=1e-4)
+    before = _logits(engine)
+    for number, (config, more, why) in enumerate(
+        (
+            ({"use_dora": True}, {}, "use_dora"),
+            ({"bias": "all"}, {}, "bias"),
+            ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+            ({"init_lora_weights": "pissa"}, {}, "init_lora_weights"),
+            ({"peft_type": "IA3"}, {}, "IA3"),
+            ({"lora_alpha": None}, {}, "lora_alpha|readable"),
+            ({}, {f"{up}.lora_magnitude_vector": torch.ones(2)}, "lora_magnitude_vector"),
+            ({}, _parts("model.layers.7.mlp.up_proj", 8, 8), r"layers\.7\.mlp\.up_proj\.weight"),
+            ({}, _parts(up, 96, 32), r"do not fit model\.layers\.1\.mlp\.up_proj\.weight"),
+        )
+    ):
+        with pytest.raises(ModelError, match=why):
+            _swap(engine, _adapter(tmp_path / f"wrong{number}", parts[query] | more, **config))
+    assert np.array_equal(_logits(engine), before)
+
+
 def _weight(folder: Path, number: int) -> Path:
     """The weights of a fake engine."""
     return _saved(folder / f"{number}.safetensors", {"weight": torch.tensor([float(number)])})
@@ -160,7 +216,7 @@ async def test_running_generations_go_on_with_new_weights_and_computed_caches(tm
     worker.start()
     params = SamplingParams(seed=3, max_tokens=60)
     sequence, tokens = await worker.open(sink=2), list[Sampled]()
-    update = checked(*open_update(_weight(tmp_path, 5), engine), engine)
+    update = checked(open_weights_at(_weight(tmp_path, 5), engine), engine)
     async with worker.generate(sequence, params, random_tokens(30, 64)) as stream:
         async for batch in stream:
             tokens += [event for event in batch if isinstance(event, Sampled)]
@@ -193,7 +249,7 @@ async def test_snapshots_fit_earlier_weights_only_where_caches_are_kept(tmp_path
     taken = await worker.snapshot(sequence)
 
     async def swap(number: int, *, keeps_caches: bool) -> str:
-        update = checked(*open_update(_weight(tmp_path, number), engine), engine)
+        update = checked(open_weights_at(_weight(tmp_path, number), engine), engine)
         await worker.load_weights(update, version=str(number), keeps_caches=keeps_caches)
         return engine.info.fingerprint
 
@@ -310,3 +366,59 @@ def _check_versions(tokens: Iterable[int], spans: Sequence[tuple[str, int]]) -> 
     for token, version in zip(tokens, versions, strict=True):
         assert _told(token) == version
         assert token < BASE + MIXED or version % 4 > 1  # computed again: no key of other weights was seen
+
+
+async def test_requests_that_cannot_be_carried_out_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may not, asks for what does not fit, sends too much, stalls, leaves, or comes second."""
+    (tmp_path / "keys").write_text("ann:a\nadmin:b\n")
+    (tmp_path / "uploads").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "uploads"))
+    monkeypatch.setattr(routes_weights, "_HEADER_BYTES", 1000)
+    options = {"keys_file": str(tmp_path / "keys"), "connection_timeout_s": 1}
+    file, query = {"content-type": "application/octet-stream"}, {"version": "2"}
+    path = str(_saved(tmp_path / "other.safetensors", {"model.norm.weight": torch.ones(3)}))
+    async with serving(_telling_engine(), default_chat(), **options) as server, client_of(server, "b") as admin:
+
+        async def refused(**request: Any) -> tuple[int, str]:
+            return refusal_of(await admin.post("/control/weights", **request))
+
+        async with client_of(server, "a") as ann:
+            response = await ann.post("/control/weights", json={"path": path, "version": "2"})
+            assert refusal_of(response) == (403, "forbidden")
+        wrong = await admin.post("/control/weights", json={"path": path, "version": "2"})
+        assert refusal_of(wrong) == (400, "invalid_argument")
+        assert "model.norm.weight" in wrong.text
+        for body in ({"path": path}, {"version": "2"}, {"path": path, "version": "2", "caches": "drop"}):
+            assert await refused(json=body) == (400, "invalid_argument")
+        assert await refused(content=b"", headers=file) == (400, "invalid_argument")  # no version
+        assert await refused(params=query, content=b"{}", headers=file) == (400, "invalid_argument")
+        assert await refused(params=query, content=b"x" * 2000, headers=file) == (413, "payload_too_large")
+        reader, writer = await _begun_upload(server)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+        _, writer = await _begun_upload(server)
+        busy = (409, "weights_busy")
+        await eventually(lambda: refused(json={"path": path, "version": "2"}), lambda answer: answer == busy)
+        writer.close()  # the client leaves
+        await eventually(lambda: refused(json={"path": path, "version": "2"}), lambda answer: answer[0] == 400)
+        assert not [*(tmp_path / "uploads").glob("holdfast-weights-*")]
+        engine = server.worker.engine
+        assert (engine.weight_version, engine.info.fingerprint) == ("", "fake")
+
+
+async def _begun_upload(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """An upload of which one byte of a hundred is sent."""
+    reader, writer = await asyncio.open_connection(*server.http.split(":"))
+    head = "POST /control/weights?version=2 HTTP/1.1\r\nhost: a\r\nauthorization: Bearer b\r\ncontent-length: 100\r\n"
+    writer.write(f"{head}content-type: application/octet-stream\r\n\r\nx".encode())
+    await writer.drain()
+    return reader, writer
+
+
+async def test_an_upstream_server_has_weights_of_its_own() -> None:
+    async with chatting() as (relay, _):
+        response = await relay.http.post("/control/weights", json={"path": "/w", "version": "2"})
+        assert refusal_of(response) == (501, "unimplemented")
+        assert "PUT /control/weight_version" in response.text

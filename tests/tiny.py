@@ -3,7 +3,9 @@
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine
@@ -78,3 +80,10 @@ def engine(
         dtype=dtype,
         device=device,
     )
+
+
+class StateWeights(dict[str, torch.Tensor]):
+    """A state dict as a `WeightSource`."""
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return self[name].float().numpy()

@@ -1,4 +1,4 @@
-"""The upstreams that are held to the same promises: strict fakes, and a real vLLM where one is named."""
+"""The upstreams that are held to the same promises: strict fakes, and a real vLLM or SGLang where one is named."""
 
 import contextlib
 import os
@@ -18,6 +18,10 @@ REAL_VLLM = os.environ.get("HOLDFAST_TEST_VLLM", "")
 NAMES: tuple[str, ...] = ("sglang", "sglang_incremental", "vllm", "vllm_completions")
 if REAL_VLLM:
     NAMES += ("real_vllm", "real_vllm_completions")
+REAL_SGLANG = os.environ.get("HOLDFAST_TEST_SGLANG", "")
+if REAL_SGLANG:
+    NAMES += ("real_sglang",)
+REAL_PROMPT = [1, 4093, 198, 2683, 354, 253, 1838]  # of the default model
 
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 
@@ -86,12 +90,13 @@ async def vllm(fake: FakeVLLM | None = None, **options: Any) -> AsyncIterator[tu
 @contextlib.asynccontextmanager
 async def opened(name: str) -> AsyncIterator[Case]:
     prompt, too_long = [5, 9, 33, 7], [5] * 5000
-    if name.startswith("real_vllm"):
-        backend = VLLMBackend(UpstreamConfig(upstream=REAL_VLLM), upstream_model_info(name="ours", vocab_size=49152))
+    if name.startswith("real_"):
+        kind, url = (SGLangBackend, REAL_SGLANG) if name == "real_sglang" else (VLLMBackend, REAL_VLLM)
+        backend = kind(UpstreamConfig(upstream=url), upstream_model_info(name="ours", vocab_size=49152))
         if name == "real_vllm_completions":
             backend.servers.all[0].unserved.add(GENERATE)
         try:
-            yield Case(backend, [1, 4093, 198, 2683, 354, 253, 1838], too_long, None)
+            yield Case(backend, REAL_PROMPT, too_long, None)
         finally:
             await backend.aclose()
     elif name.startswith("sglang"):

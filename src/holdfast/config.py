@@ -217,7 +217,8 @@ class EngineConfig:
         choices=("auto", "none", "ngram", "draft_model"),
     )
     draft_length: int = option(7, "longest draft, in tokens; shorter ones are used where they are faster")
-    draft_model: str = option("", "model for --proposer draft_model, a path or a name; it needs the same vocabulary")
+    draft_model: str = option("", "model for --proposer draft_model, named as MODEL is; it needs the same vocabulary")
+    lora: str = option("", "directory of a LoRA adapter (PEFT) that is merged into the model", metavar="DIR")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +265,17 @@ class UpstreamConfig:
         0, "times that a request is sent again if the upstream aborted its reply or the connection broke"
     )
 
+    upstream_api: str = option(
+        "chat",
+        "how chat turns are generated: by the upstream's chat API with our token ids (chat), or from token ids alone, "
+        "with replies parsed here (generate), as SGLang's router needs it",
+        choices=("chat", "generate"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.upstream_api == "generate" and self.routing_replay != "off":
+            raise ConfigError("--routing-replay needs --upstream-api chat: token streams have no routed experts")
+
     @property
     def upstreams(self) -> tuple[str, ...]:
         """The URLs of all servers, each once."""
@@ -277,6 +289,7 @@ VARIABLES = {  # every environment variable of ours: one for each setting, and t
     *("HOLDFAST_API_KEY", "HOLDFAST_SERVER"),
     "HOLDFAST_NATIVE",
     *("HOLDFAST_CONFORMANCE_SERVER", "HOLDFAST_REQUIRE_CONFORMANCE", "HOLDFAST_TEST_VLLM"),
+    "HOLDFAST_TEST_SGLANG",
 }
 _SECTIONS = {  # of the help, by the field that begins one
     "grpc": "addresses and security",

@@ -63,6 +63,7 @@ BODIES: list[tuple[str, Any]] = [
     ),
     ("/sessions/purge", {"session_ids": ["s"], "older_than_s": 1e9, "dry_run": True}),
     ("/control/weight_version", {"weight_version": "1"}),
+    ("/control/weights", {"path": "/nowhere", "version": "1", "caches": "keep"}),
 ]
 MESSAGE: dict[str, Any] = {
     "model": "m", "max_tokens": 2, "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "x"}}],

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.config import EngineConfig
 from holdfast.engine import snapshot as snapshots
 from holdfast.engine.stream import Stream
-from holdfast.engine.update import checked, open_update
+from holdfast.engine.update import checked, open_weights_at
 from holdfast.engine.worker import Worker
 from holdfast.errors import Draining, SessionNotFound
 from holdfast.generation import Done, SamplingParams
@@ -109,7 +109,7 @@ class EmbeddedBackend:
     async def load_weights(self, path: Path, *, version: str, keeps_caches: bool) -> WeightsLoaded:
         """The tensors are read and checked in a thread, while generations go on; only writing them stops the engine."""
         started, engine = time.perf_counter(), self._worker.engine
-        update = await asyncio.to_thread(lambda: checked(*open_update(path, engine), engine))
+        update = await asyncio.to_thread(lambda: checked(open_weights_at(path, engine), engine))
         await self._worker.load_weights(update, version=version, keeps_caches=keeps_caches)
         return WeightsLoaded(num_tensors=len(update.sums), duration_s=time.perf_counter() - started)
 

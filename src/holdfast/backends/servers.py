@@ -114,11 +114,20 @@ class Servers:
                 await asyncio.sleep(_delay(num_aborted))
                 deadline = loop.time() + self._wait_s
 
-    async def confirm(self, server: Server) -> None:
-        """Return if the server's health check succeeds, or it has none; NotReached otherwise."""
-        answer = await server.transport.request("GET", "/health")
-        if answer.status != 200 and answer.status not in _NO_HEALTH:
-            raise NotReached(f"the upstream's health check returned status {answer.status}")
+    async def confirm(self, server: Server, *, was_turned_away: bool) -> None:
+        """Return if the server is healthy by its own account, or has no health check.
+
+        Otherwise an error of the server is a gap: NotReached if it turned the request away, else UpstreamUnreachable.
+        """
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                status = (await server.transport.request("GET", "/health")).status
+            problem = f"the upstream's health check returned status {status}"
+            is_healthy = status == 200 or status in _NO_HEALTH
+        except (UpstreamUnreachable, TimeoutError) as exc:
+            problem, is_healthy = str(exc) or "the upstream's health check takes too long", False
+        if not is_healthy:
+            raise (NotReached if was_turned_away else UpstreamUnreachable)(problem)
 
     def lost(self, server: Server, why: BaseException) -> None:
         """Do not use the server until a probe has succeeded."""

@@ -1,4 +1,11 @@
-"""SGLang as the upstream: the fields of its requests, the format of its replies and streams."""
+"""SGLang as the upstream: the fields of its requests, the format of its replies and streams.
+
+What a server must have (0.5.13 or later; `make test-sglang` checks one): `/v1/models`; `/v1/chat/completions` with
+`input_ids`, `logprobs` and `return_meta_info`, whose `meta_info` has `output_token_logprobs` as [logprob, id, ...];
+`/generate` with `input_ids` and `return_logprob`, streamed; with --routing-replay `return_routed_experts` and
+`routed_experts_start_len`, for which it is started with --enable-return-routed-experts. `/detokenize` and `/health`
+are used where they are there.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -32,6 +32,7 @@ INLINE_BYTES = 64 << 10  # about 50 microseconds of decoding, not worth a pass o
 _CLOSE_TIMEOUT_S = 5.0
 _PROBE_TEMPERATURE = 0.5
 _NUM_SPELLED = 64
+_PROBE = "holdfast-probe"
 _SMALLEST_GAP = 0.05  # two logprobs that are closer than this show nothing
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -146,8 +147,8 @@ class UpstreamBackend(UpstreamSequences):
         try:
             answer = await server.transport.post(CHAT, sent, affinity(session_id))
             outcome = str(answer.status)
-            if answer.status == 503:
-                await self.servers.confirm(server)
+            if answer.status >= 500:
+                await self.servers.confirm(server, was_turned_away=answer.status == 503)
             checked = None
             if answer.status == 200:
                 checked = await self.decode_queue.decode(lambda: self._check(answer.body, asked), len(answer.body))
@@ -235,6 +236,16 @@ class UpstreamBackend(UpstreamSequences):
         context = min(found.context or self._model.context, self._model.context)
         self._model = replace(self._model, recent=context, max_pin=context, context=context)
 
+    async def one_token(self, server: Server, prompt: list[int]) -> None:
+        """Generate one token from `prompt`, checked as any other."""
+        events, reader = await self._open_stream(server, prompt, SamplingParams(seed=0, max_tokens=1), affinity(_PROBE))
+        try:
+            data = await events.next()
+            if data is None or not reader.read(data).sampled:
+                raise UpstreamInvalid("the upstream returned no tokens")
+        finally:
+            events.close()
+
     async def prepare(self) -> None:
         """Probe the servers; see `probe`. Those that are not there yet are waited for."""
         await self.servers.prepare()
@@ -293,19 +304,30 @@ async def probe(backend: UpstreamBackend, server: Server | None = None) -> Probe
             await check_tokenizer(server.transport, backend.upstream_model, backend.sample)
         vocab_size = backend.model.vocab_size
         prompt = [vocab_size // 7, vocab_size // 5, vocab_size // 3]
-        request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1, "temperature": 1.0}
-        reply = await backend.complete_on(server, request, prompt, session_id="holdfast-probe")
-        if reply.completion is None:
-            raise refusal(reply.status, reply.received)
+        reply = None
+        if backend.config.upstream_api == "chat":
+            reply = await _one_reply(backend, server, prompt)
+        else:
+            await backend.one_token(server, prompt)
         kind = await _found_kind(backend, server, prompt)
         vocabulary = await _spelled(backend, server)
         found = ProbeReport(card.id, card.max_model_len, kind, vocabulary)
         backend.adopt(found)
-        backend.learn_row_shapes(reply)
+        if reply is not None:
+            backend.learn_row_shapes(reply)
     except BaseException:
         backend.upstream_model = named
         raise
     return replace(found, logprob_kind=backend.logprob_kind)
+
+
+async def _one_reply(backend: UpstreamBackend, server: Server, prompt: list[int]) -> UpstreamReply:
+    """A reply of one token to `prompt`, checked as any other."""
+    request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1, "temperature": 1.0}
+    reply = await backend.complete_on(server, request, prompt, session_id=_PROBE)
+    if reply.completion is None:
+        raise refusal(reply.status, reply.received)
+    return reply
 
 
 async def _spelled(backend: UpstreamBackend, server: Server) -> str | None:

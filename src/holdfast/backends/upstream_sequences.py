@@ -117,7 +117,8 @@ class UpstreamSequences(ABC):
         params.check_vocabulary(self._model.vocab_size)
         if params.constraint is not None:
             raise InvalidArgument(
-                "response_format and forced tool calls need a chat session here, in which the upstream enforces them",
+                "response_format and forced tool calls need a chat session and --upstream-api chat here: "
+                "the upstream enforces them",
                 param="response_format",
             )
         if not (sequence.tokens or tokens):
@@ -264,12 +265,11 @@ class UpstreamStream:
             while piece is not None and not piece.sampled:
                 piece = await self._next()
             return piece
-        except Overloaded:
-            await self._servers.confirm(server)
-            raise
-        except UpstreamError:
+        except UpstreamError as exc:
             if self._source is not None:
                 self._source.close()
+            if isinstance(exc, Overloaded | UpstreamInvalid):
+                await self._servers.confirm(server, was_turned_away=isinstance(exc, Overloaded))
             raise
 
     async def __aexit__(

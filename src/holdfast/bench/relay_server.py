@@ -112,7 +112,7 @@ def _queue(mode: Mode) -> DecodeQueue:
 
 
 async def _main(upstream_url: str, mode: Mode, model_name: str) -> None:
-    source = open_model(model_name)
+    source = open_model(model_name, tokenizer_only=True)
     chat = Chat(load_chat(source, ChatConfig(), source.vocab_size), ChatConfig())
     model = upstream_model_info(name=source.name, vocab_size=source.vocab_size, eos_token_ids=source.eos_token_ids)
     metrics = Metrics()

@@ -13,7 +13,7 @@ from holdfast.chat.abilities import NO_END_OF_TURN, SYSTEM, USER, after_sentinel
 from holdfast.chat.messages import Message, for_template
 from holdfast.chat.template import Renderer, Tools
 from holdfast.chat.tool_calls import hermes_system_block, render_call, render_result
-from holdfast.errors import InvalidArgument, ModelError
+from holdfast.errors import InvalidArgument, ModelError, TemplateError
 from holdfast.sessions.record import TemplateInputs
 
 Variables = Mapping[str, Any]
@@ -49,18 +49,37 @@ class Continuation:
         tools: Tools = (),
         variables: Variables | None = None,
         fits: Fits | None = None,
+        *,
+        at: float | None = None,
     ) -> Prompt:
-        """The whole first prompt. `fits` may refuse it by its length before it is tokenized."""
-        shown, tools = self._renderable(messages, tools)
-        text = self._renderer.text(shown, prompt=True, tools=tools, variables=variables)
+        """The whole first prompt. `fits` may refuse it by its length before it is tokenized.
+
+        `at` is the time that the template is told, by default the current one.
+        """
+
+        def render(messages: Sequence[Message]) -> str:
+            shown, native = self._renderable(messages, tools)
+            return self._renderer.text(shown, prompt=True, tools=native, variables=variables, at=at)
+
+        text = _named(render, messages)
         if fits:
             fits(self._renderer.fewest_tokens(text))
         return Prompt(self._renderer.encode(text), _opens_reasoning(text), self._renderer.count_control(messages))
 
-    def whole_text(self, messages: Sequence[Message], tools: Tools, variables: Variables) -> str:
+    def rendered_reply(self, messages: Sequence[Message], reply: Message, tools: Tools = ()) -> list[int]:
+        """The tokens of a reply to `messages` as the template renders it, the end of the turn included."""
+        texts = []
+        for spoken, prompt in ((messages, True), ([*messages, reply], False)):
+            shown, native = self._renderable(spoken, tools)
+            texts.append(self._renderer.text(shown, prompt=prompt, tools=native))
+        return self._renderer.encode(texts[1].removeprefix(texts[0]))
+
+    def whole_text(
+        self, messages: Sequence[Message], tools: Tools, variables: Variables, *, at: float | None = None
+    ) -> str:
         """The text of the whole conversation and a generation prompt, of any length, as its tokens would spell it."""
         shown, tools = self._renderable(messages, tools)
-        text = self._renderer.text(shown, prompt=True, tools=tools, variables=variables, is_limited=False)
+        text = self._renderer.text(shown, prompt=True, tools=tools, variables=variables, is_limited=False, at=at)
         normalizer = self._renderer.tokenizer.inner.normalizer
         text = self._renderer.restored(text)
         return str(normalizer.normalize_str(text)) if normalizer else text
@@ -81,10 +100,13 @@ class Continuation:
 
         `start` is the index of the first new message in the whole conversation, `reply` the message before it.
         """
-        shown, tools = self._renderable(messages, tools, start)
         prefix = self._prefix(last_token, messages, reply, start)
-        text = self._renderer.text([*prefix, *shown], prompt=True, tools=tools, variables=variables)
-        text = after_sentinel(text)
+
+        def render(messages: Sequence[Message]) -> str:
+            shown, native = self._renderable(messages, tools, start)
+            return self._renderer.text([*prefix, *shown], prompt=True, tools=native, variables=variables)
+
+        text = after_sentinel(_named(render, messages, start))
         if fits:  # what comes before the end of the turn is not appended
             ending = self._renderer.tokenizer.decode([self.end_of_turn])
             fits(self._renderer.fewest_tokens(text.partition(ending)[2]))
@@ -129,7 +151,8 @@ class Continuation:
         shared = 0
         while one[shared] == other[shared]:
             shared += 1
-        whole = [index + 1 for index in range(shared) if one[index] == self.end_of_turn]
+        ends = self._ends.boundaries if self._ends.may_differ else {self.end_of_turn}
+        whole = [index + 1 for index in range(shared) if one[index] in ends]
         return min(whole[-1] if whole else 0, limit)
 
     def _prefix(
@@ -163,9 +186,8 @@ class Continuation:
             if (role := message["role"]) not in roles:
                 where = f"messages[{index}].role"
                 known = "at this position" if role in abilities.first_roles else "at all"
-                raise InvalidArgument(
-                    f"{where}: this model's chat template does not support {role} messages {known}", param=where
-                )
+                says = f"{where}: this model's chat template does not support {role} messages {known}"
+                raise InvalidArgument(says + self._words(message), param=where)
         if not abilities.has_tools:
             if abilities.must_alternate:
                 shown = _joined(shown, [message["role"] == "tool" for message in messages])
@@ -174,6 +196,14 @@ class Continuation:
             tools = ()
         is_text, field = abilities.wants_text_arguments, abilities.reasoning_field
         return [for_template(message, is_text=is_text, reasoning_field=field) for message in shown], tools
+
+    def _words(self, message: Message) -> str:
+        """What the template itself says about a message that it does not support."""
+        try:
+            self._renderer.text([message, USER], prompt=True)
+        except TemplateError as exc:
+            return f" ({exc})"
+        return ""
 
     def _supported(self, message: Message) -> Message:
         """The message in a role and form that the template supports."""
@@ -189,6 +219,33 @@ class Continuation:
             content = "\n".join([*([message["content"]] if message["content"] else []), *texts])
             return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
         return message
+
+
+def _named(render: Callable[[Sequence[Message]], str], messages: Sequence[Message], start: int = 0) -> str:
+    """What `render` gives for all messages. Where the template refuses them, the error names the first that it refuses.
+
+    That is the last of the fewest messages for which it raises the same; none if it does so for any message.
+    """
+
+    def refusal(given: Sequence[Message]) -> str | None:
+        try:
+            render(given)
+        except InvalidArgument as exc:
+            return str(exc)
+        return None
+
+    try:
+        return render(messages)
+    except TemplateError as exc:
+        says = str(exc)
+        if not messages or refusal([USER]) == says:
+            raise
+        works, fails = 0, len(messages)
+        while fails - works > 1:
+            middle = (works + fails) // 2
+            works, fails = (works, middle) if refusal(messages[:middle]) == says else (middle, fails)
+        where = f"messages[{start + fails - 1}]"
+        raise TemplateError(f"{where}: {says}", param=where) from exc
 
 
 def _joined(messages: list[Message], are_results: list[bool]) -> list[Message]:

@@ -8,11 +8,12 @@ here. So is the memory of all grammars together, by the length of their text: up
 """
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -108,6 +109,21 @@ class Trial:
             raise CapacityExhausted("the request was cancelled")
 
 
+class CallFrame(NamedTuple):
+    """The text around the calls of a reply. Tokens that were added to the vocabulary are spelled by their text."""
+
+    before_name: str
+    after_name: str
+    after: str  # the arguments
+    begin: str = ""
+    separator: str = ""  # no second call without one
+    end: str = ""
+    quotes_name: bool = True
+
+
+HERMES = CallFrame('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", separator="\n")
+
+
 class Compilation(NamedTuple):
     """A grammar to be compiled. `parts` are compiled in the child process first; later errors name the last one."""
 
@@ -140,14 +156,19 @@ class Grammars:
         return Compilation([part], part.grammar)
 
     def tool_call(
-        self, tools: Sequence[Mapping[str, Any]], *, names: Collection[str] = (), is_parallel: bool = True
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        names: Collection[str] = (),
+        is_parallel: bool = True,
+        frame: CallFrame = HERMES,
     ) -> Compilation:
-        """One `<tool_call>` block that calls one of `tools` (OpenAI's form), or several blocks, and nothing else.
+        """A call of one of `tools` (OpenAI's form) in the format of `frame`, or several calls, and nothing else.
 
         `names` are the tools that may be called, all if empty. A tag that is one token must be sampled as that token.
         """
         parts: list[_Part] = []
-        rules: list[str] = []
+        called: list[tuple[int, str]] = []
         arguments: list[dict[str, Any]] = []
         for index, tool in enumerate(tools):
             where = f"tools[{index}].function"
@@ -155,20 +176,21 @@ class Grammars:
             if names and name not in names:
                 continue
             parts.append(_schema_part(f"{where}.parameters", schema))
-            lead = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-            rules.append(f'{_quoted(lead)} @arguments_{index} "}}"')
+            called.append((index, json.dumps(name, ensure_ascii=False) if frame.quotes_name else name))
             arguments.append({"name": f"arguments_{index}", "json_schema": _with_options(schema)})
-        if not rules:
+        if not called:
             raise InvalidArgument("tool_choice must name a function that is in tools", param="tool_choice")
-        calls = 'call ("\\n" call)*' if is_parallel else "call"
 
-        def grammar(before: str, after: str) -> str:
-            lark = f'start: {calls}\ncall: {before} "\\n" body "\\n" {after}\nbody: {" | ".join(rules)}\n'
+        def grammar(spelled: Callable[[str], str]) -> str:
+            more = f"({spelled(frame.separator)} call)*" if is_parallel and frame.separator else ""
+            before, after_name, after = map(spelled, (frame.before_name, frame.after_name, frame.after))
+            bodies = [f"{_quoted(name)} {after_name} @arguments_{index}" for index, name in called]
+            lark = f"start: {spelled(frame.begin)} call {more} {spelled(frame.end)}\n"
+            lark += f"call: {before} body {after}\nbody: {' | '.join(bodies)}\n"
             return _dump([{"lark_grammar": lark}, *arguments])
 
-        tags = ("<tool_call>", "</tool_call>")
-        parts.append(_Part("tools", grammar(*map(_quoted, tags))))
-        return Compilation(parts, grammar(*map(self._tag, tags)))
+        parts.append(_Part("tools", grammar(_quoted)))
+        return Compilation(parts, grammar(self._tagged))
 
     def kept(self, compilation: Compilation) -> Constraint | None:
         """The compiled grammar, if it is at hand. Does not block."""
@@ -216,10 +238,12 @@ class Grammars:
         if own + size > _MAX_OWNER_BYTES or sum(grammar.size for grammar in live) + size > _MAX_LIVE_BYTES:
             raise CapacityExhausted("schemas of requests in progress take too much memory; try again soon")
 
-    def _tag(self, text: str) -> str:
-        """`text` in the grammar: the token's id if it is a token that was added to the vocabulary."""
+    def _tagged(self, text: str) -> str:
+        """`text` in the grammar: a token that was added to the vocabulary by its id."""
         added = {str(token.content): i for i, token in self._tokenizer.inner.get_added_tokens_decoder().items()}
-        return f"<[{added[text]}]>" if text in added else _quoted(text)
+        tags = sorted((tag for tag in added if tag.strip() and tag in text), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, tags))})", text) if tags else [text]
+        return " ".join(f"<[{added[piece]}]>" if piece in tags else _quoted(piece) for piece in pieces if piece)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -305,7 +329,7 @@ def _dump(grammars: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _refusal(field: str, reason: str) -> InvalidArgument:

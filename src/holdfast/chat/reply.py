@@ -1,32 +1,17 @@
 """One assistant reply as it is generated: sampled tokens in; content, reasoning and tool calls out."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.chat.messages import Message
 from holdfast.chat.stop_strings import StopStrings, StringSearch
 from holdfast.chat.tokenizer import Detokenizer, Tokenizer
-from holdfast.chat.tool_calls import Parsed, ToolCall, ToolCallParser
+from holdfast.chat.tool_calls import Delta, Parsed, ToolCall, ToolCallParser, without_tags
 from holdfast.generation import Done, Event, Sampled, StopReason
 
 _NEWLINES = "\r\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What has become certain. False when that is nothing."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
-
-    def __add__(self, other: "Delta") -> "Delta":
-        return Delta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 class ReasoningSplit:
@@ -98,6 +83,14 @@ class ReasoningSplit:
         return body
 
 
+class Splitter(Protocol):
+    """Text of one reply in pieces; content, reasoning and perhaps calls out, as far as they are certain."""
+
+    def push(self, text: str) -> Delta: ...
+
+    def finish(self) -> Delta: ...
+
+
 class ReplyReader:
     """Text -> stop strings -> reasoning -> tool calls. Without any of them text passes unchanged.
 
@@ -108,7 +101,7 @@ class ReplyReader:
     def __init__(
         self,
         stop: Sequence[str] = (),
-        reasoning: ReasoningSplit | None = None,
+        reasoning: Splitter | None = None,
         tools: ToolCallParser | None = None,
     ) -> None:
         self._stop = StopStrings(stop)
@@ -121,6 +114,11 @@ class ReplyReader:
 
     def push(self, text: str) -> Delta:
         return self._with_calls(self._split(self._stop.push(text)))
+
+    def push_tag(self, tag: str) -> Delta:
+        """A control token that the format of replies uses: no stop string goes across it."""
+        delta = self._with_calls(self._split(self._stop.finish()))
+        return delta if self.stopped_by else delta + self._with_calls(self._split(tag))
 
     def finish(self) -> Delta:
         split = self._split(self._stop.finish())
@@ -137,7 +135,7 @@ class ReplyReader:
         if self._tools is None:
             return split
         parsed = self._tools.push(split.content)
-        return Delta(parsed.content, split.reasoning, parsed.calls)
+        return Delta(parsed.content, split.reasoning, split.calls + parsed.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +157,8 @@ class AssistantReply:
 
     tokenizer: Tokenizer
     reader: ReplyReader
+    tags: Mapping[int, str] = field(default_factory=dict)  # control tokens that the reader wants to see, as it does
+    has_short_ids: bool = False  # of calls: nine letters and digits
     tokens: list[Sampled] = field(default_factory=list)
     num_reasoning: int = 0
     stop_reason: StopReason | None = None  # None where a stop string cut it short
@@ -186,7 +186,9 @@ class AssistantReply:
 
     def push(self, token: Sampled) -> ReplyPiece:
         self.tokens.append(token)
-        piece = self._piece(self.reader.push(self._detokenizer.push(token.token)), (token,))
+        text, tag = self._detokenizer.push(token.token), self.tags.get(token.token)
+        delta = self.reader.push(text)
+        piece = self._piece(delta if tag is None else delta + self.reader.push_tag(tag), (token,))
         self.num_reasoning += bool(piece.reasoning)
         return piece
 
@@ -220,18 +222,19 @@ class AssistantReply:
         return message
 
     def _piece(self, delta: Delta, tokens: tuple[Sampled, ...]) -> ReplyPiece:
-        calls = tuple(_with_id(call) for call in delta.calls)
+        calls = tuple(_with_id(call, is_short=self.has_short_ids) for call in delta.calls)
         self._calls += calls
-        if delta.content:
-            self._content.append(delta.content)
-        if delta.reasoning:
-            self._reasoning.append(delta.reasoning)
-        return ReplyPiece(content=delta.content, reasoning=delta.reasoning, calls=calls, tokens=tokens)
+        content, reasoning = without_tags(delta.content), without_tags(delta.reasoning)
+        if content:
+            self._content.append(content)
+        if reasoning:
+            self._reasoning.append(reasoning)
+        return ReplyPiece(content=content, reasoning=reasoning, calls=calls, tokens=tokens)
 
 
-def _with_id(call: ToolCall) -> dict[str, Any]:
+def _with_id(call: ToolCall, *, is_short: bool) -> dict[str, Any]:
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        "id": call.id or (secrets.token_hex(5)[:9] if is_short else f"call_{secrets.token_hex(12)}"),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -10,7 +10,10 @@ from typing import Any
 
 import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -24,7 +27,16 @@ REASONING_TAGS = ("<think>", "</think>")
 Tools = Sequence[Mapping[str, Any]]
 
 # Names that templates and Jinja itself use; no variable may have one of them.
-RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+RESERVED = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "raise_exception",
+    "strftime_now",
+    "at",
+}
 RESERVED |= {"self", "super", "loop", "caller", "varargs", "kwargs", *DEFAULT_NAMESPACE}
 
 _NONCE = secrets.token_hex(8)
@@ -38,10 +50,10 @@ class ChatTemplate:
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
         self.source = source
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals["raise_exception"] = _raise
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as exc:
@@ -49,8 +61,12 @@ class ChatTemplate:
         self.variables = frozenset(find_undeclared_variables(environment.parse(source)))  # that it reads
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
-    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], at: float | None = None, /, *, add_generation_prompt: bool, **variables: Any
+    ) -> str:
+        """The text. `at` is the time that the template is told, in seconds since 1970; without it, the current one."""
         given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        given["strftime_now"] = (datetime.datetime.fromtimestamp(at) if at else datetime.datetime.now()).strftime
         try:
             return self._template.render(variables | self._tokens | given)
         except Exception as exc:
@@ -104,10 +120,11 @@ class Renderer:
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
         is_limited: bool = True,
+        at: float | None = None,
     ) -> str:
         """The rendered conversation. Control tokens in messages are replaced by stand-ins that `encode` resolves.
 
-        `is_limited`: more text than may be tokenized at once is refused.
+        `is_limited`: more text than may be tokenized at once is refused. `at`: the time that the template is told.
         """
         given = dict(variables or {}) | ({"tools": list(tools)} if tools else {})
         try:
@@ -117,7 +134,7 @@ class Renderer:
             given = self._guarded(given)
         except RecursionError as exc:
             raise InvalidArgument("messages, tools or chat_template_kwargs are nested too deeply") from exc
-        return self.template.render(shown, add_generation_prompt=prompt, **given)
+        return self.template.render(shown, at, add_generation_prompt=prompt, **given)
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text. The text of a control token in a message stays plain text."""
@@ -195,5 +212,11 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+class _Generation(Extension):
+    """`{% generation %}` marks what trainers learn from; it renders what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

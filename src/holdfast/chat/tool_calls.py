@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ from holdfast.chat.stop_strings import StringSearch
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_NONCE = secrets.token_hex(8)
+_TAGS = re.compile(f"\u2e28{_NONCE}[^\u2e29]*\u2e29")
 
 # What Llama 3's templates say about calls: the tag, or the key `"parameters":` in the JSON they ask for.
 _LLAMA_STYLE = re.compile(r'python_tag|"parameters"\s*:')
@@ -34,10 +37,26 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it. `arguments` is the text of a JSON object. The caller assigns ids."""
+    """A call as the model wrote it. `arguments` is the text of a JSON object. The caller assigns missing ids."""
 
     name: str
     arguments: str
+    id: str = ""  # where the model wrote one
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What has become certain. False when that is nothing."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+    def __add__(self, other: "Delta") -> "Delta":
+        return Delta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +73,16 @@ class ToolCallParser(Protocol):
 
     def finish(self) -> Parsed:
         """What was held back, as no more text will come."""
+
+
+def control_tag(text: str) -> str:
+    """How a control token is spelled in the text of a reply that a parser reads: as no reply can spell it."""
+    return f"\u2e28{_NONCE}{text}\u2e29"
+
+
+def without_tags(text: str) -> str:
+    """Text for a client: control tokens that no parser used are left out."""
+    return _TAGS.sub("", text) if _NONCE in text else text
 
 
 def parser_for(template_source: str, names: Collection[str]) -> ToolCallParser:
@@ -98,11 +127,12 @@ class HermesParser:
     an opening tag, and white space.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], open: str = _OPEN, close: str = _CLOSE) -> None:
         self._names = frozenset(names)
-        self._opening = StringSearch([_OPEN])
+        self._tags = open, close
+        self._opening = StringSearch([open])
         self._block: _HermesBlock | None = None
-        self._content = _ContentAroundCalls()
+        self._content = ContentAroundCalls()
 
     def push(self, text: str) -> Parsed:
         content: list[str] = []
@@ -111,7 +141,7 @@ class HermesParser:
             if self._block is None:
                 cut = self._opening.push(text)
                 content.append(self._content.push(cut.before))
-                self._block, text = (_HermesBlock() if cut.found else None), cut.after
+                self._block, text = (_HermesBlock(*self._tags) if cut.found else None), cut.after
                 continue
             text = self._block.push(text)
             if self._block.is_over:
@@ -132,7 +162,8 @@ class HermesParser:
 class _HermesBlock:
     """An opening tag and what follows it, up to the closing tag or to where it can no longer be a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, open: str, close: str) -> None:
+        self._open, self._close = open, close
         self.is_over = False
         self.tag = ""  # what has been seen of the closing tag
         self._object = ObjectScan()
@@ -140,10 +171,10 @@ class _HermesBlock:
 
     @property
     def text(self) -> str:
-        return _OPEN + self._object.text + "".join(self._space) + (_CLOSE if self.tag == _CLOSE else "")
+        return self._open + self._object.text + "".join(self._space) + (self._close if self.tag == self._close else "")
 
     def call(self, names: Collection[str]) -> ToolCall | None:
-        return _read_call(self._object.text, names, ["arguments"]) if self.tag == _CLOSE else None
+        return read_call(self._object.text, names, ["arguments"]) if self.tag == self._close else None
 
     def push(self, text: str) -> str:
         """What is left of `text`; not empty only when the block is over."""
@@ -157,15 +188,15 @@ class _HermesBlock:
             self._space.append(text[: len(text) - len(tag)])
             text = tag
         seen = self.tag + text
-        if _CLOSE.startswith(seen) and seen != _CLOSE:
+        if self._close.startswith(seen) and seen != self._close:
             self.tag = seen
             return ""
         self.is_over = True
-        self.tag = _CLOSE if seen.startswith(_CLOSE) else ""
-        return seen.removeprefix(_CLOSE)
+        self.tag = self._close if seen.startswith(self._close) else ""
+        return seen.removeprefix(self._close)
 
 
-class _ContentAroundCalls:
+class ContentAroundCalls:
     """The text outside calls, without the white space that only separates calls."""
 
     def __init__(self) -> None:
@@ -241,7 +272,7 @@ class LlamaParser:
         rest = self._object.push(text)
         self._taken.append(text[: len(text) - len(rest)])
         if self._object.is_done:
-            self._call = _read_call(self._object.text, self._names, ["parameters", "arguments"])
+            self._call = read_call(self._object.text, self._names, ["parameters", "arguments"])
             self._take = self._take_separator
         is_no_call = self._object.is_broken or (self._object.is_done and not self._call)
         return self._as_content(rest) if is_no_call else rest
@@ -274,7 +305,7 @@ class LlamaParser:
         return content.lstrip() if self._has_calls else content
 
 
-def _read_call(text: str, names: Collection[str], keys: Sequence[str]) -> ToolCall | None:
+def read_call(text: str, names: Collection[str], keys: Sequence[str]) -> ToolCall | None:
     """The call of one of `names` that `text` spells, its arguments under the first of `keys` that is there."""
     try:
         found = members(text)

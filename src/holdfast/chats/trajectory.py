@@ -157,7 +157,9 @@ class Trajectory:
             raise self._too_far(request, root, rules, left)
         new = request.messages[parent.num_messages :]
         if parent is tree.root:
-            prompt = continuation.first(new, request.tools, request.variables, fits)
+            again = next((node for node in tree.root.children if list(node.turn.messages) == list(new)), None)
+            at = again.turn.facts.started_at if again else None  # a retry is told the same date
+            prompt = continuation.first(new, request.tools, request.variables, fits, at=at)
         else:
             prompt = continuation.tail(
                 parent.last_token,

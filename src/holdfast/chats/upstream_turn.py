@@ -1,16 +1,20 @@
 """A turn on an upstream server: our token ids are its prompt, and its bytes are the response."""
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from holdfast.chat.messages import Message, read_messages
+from holdfast.chat.reply import ReplyPiece
+from holdfast.chats.embedded_turn import generate_reply
 from holdfast.chats.events import TurnResponse
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatTurn, TurnResult, TurnSource, kept_request
 from holdfast.errors import InvalidArgument, UpstreamInvalid
 from holdfast.generation import RECORDED_FIELDS, Sampled
-from holdfast.sessions.ports import ChatUpstream, UpstreamCompletion
+from holdfast.sessions.ports import ChatUpstream, LogprobKind, UpstreamCompletion
 from holdfast.sessions.record import TurnFacts
 
 _SAMPLING_FIELDS = (*RECORDED_FIELDS, "max_completion_tokens", "stop")
@@ -62,6 +66,22 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
         )
 
     return relay_reply
+
+
+def generate_on(upstream: ChatUpstream) -> TurnSource:
+    """Replies are generated on `upstream` token by token, and parsed here."""
+
+    async def generate(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResult, None]:
+        async with contextlib.aclosing(generate_reply(turn)) as events:
+            async for event in events:
+                yield _of_kind(event, upstream.logprob_kind) if isinstance(event, TurnResult) else event
+
+    return generate
+
+
+def _of_kind(result: TurnResult, kind: LogprobKind) -> TurnResult:
+    """Only the upstream knows which logprobs it sent."""
+    return replace(result, facts=replace(result.facts, logprob_kind=kind))
 
 
 def _known_rows(parent: Node) -> dict[str, int]:

@@ -13,6 +13,7 @@ from holdfast.bench import (
     capacity,
     engine_speed,
     long_session,
+    mismatch,
     overhead,
     quality,
     recovery,
@@ -35,6 +36,7 @@ SCENARIOS = (
     engine_speed.DECODE,
     engine_speed.PREFILL,
     speculation.SCENARIO,
+    mismatch.SCENARIO,
 )
 
 _COMMANDS = {long_session.SCENARIO.name: long_session.commands}  # for a server that the user starts

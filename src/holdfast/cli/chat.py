@@ -32,6 +32,7 @@ from holdfast.cli.client import (
 )
 from holdfast.cli.conversation import Conversation, Notice, TextConversation, TokenConversation, Waiting
 from holdfast.cli.token_sessions import LocalSession, ServerSession
+from holdfast.cli.usage import MODEL_HELP
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, HoldfastError
@@ -51,9 +52,7 @@ _DESCRIPTION = """Chat with a model in the terminal, in one session that compute
 def register(commands: Any) -> None:
     parser = commands.add_parser("chat", help="chat with a model in the terminal", description=_DESCRIPTION)
     parser.add_argument("prompt", nargs="?", help="one question, answered on stdout (default: an interactive chat)")
-    parser.add_argument(
-        "--model", default=DEFAULT_MODEL, help="a bundled name, a GGUF file or a directory (default: %(default)s)"
-    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: %(default)s)")
     parser.add_argument(
         "--system", metavar="TEXT", help="system prompt, which always stays in the window; default: the model's"
     )
@@ -145,8 +144,8 @@ def _with_tokens(
 ) -> tuple[Conversation, str]:
     """A conversation whose tokens are made here: for an engine in this process, or for a server's gRPC endpoint."""
     config = replace(from_arguments(EngineConfig, arguments), sessions=1)
+    source = open_model(arguments.model, tokenizer_only=bool(arguments.server))  # may show a download's progress
     with console.status(f"loading {arguments.model}"):
-        source = open_model(arguments.model, tokenizer_only=bool(arguments.server))
         params, system = _settings(arguments, source.name)
         chat = load_chat(source, ChatConfig(), source.vocab_size)
         session: LocalSession | ServerSession

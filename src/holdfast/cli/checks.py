@@ -249,7 +249,7 @@ def check_model(name: str, chat: ChatConfig | None, device: Device) -> tuple[Mod
     """The facts, if the model can be opened and computed with here. `chat` is None without an HTTP endpoint."""
     facts = None
     try:
-        source = open_model(name, tokenizer_only=not device)
+        source = open_model(name, tokenizer_only=not device, may_fetch=False)
         if device:
             facts = facts_of(source)
             open_weights(source, for_mlx=True)  # checks that every file is complete

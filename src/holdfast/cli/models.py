@@ -1,4 +1,4 @@
-"""`holdfast models`: list, pull, verify and inspect models; how much memory a model and its sessions take."""
+"""`holdfast models`: list, pull, delete, verify and inspect models; how much memory a model and its sessions take."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,10 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
+from holdfast.cli.usage import is_agreed
 from holdfast.config import DEFAULT_MODEL
 from holdfast.engine.factory import DRAFT_PIN
 from holdfast.engine.slab import SlabShape
-from holdfast.models import BUNDLED, Architecture, open_model, pull
+from holdfast.errors import ModelError
+from holdfast.models import BUNDLED, Architecture, hub, open_model, pull
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; with int8 weights the cache is bfloat16
 WINDOWS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -20,21 +22,39 @@ _MB = 1_000_000
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("models", help="list, pull, verify and inspect models", description=__doc__)
+    parser = commands.add_parser("models", help="list, pull, delete, verify and inspect models", description=__doc__)
     parser.set_defaults(run=_list)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    listing = actions.add_parser("list", help="list the bundled models and whether they are on this machine")
+    listing = actions.add_parser("list", help="list the bundled models, and those of the hub in its local cache")
     listing.set_defaults(run=_list)
-    pulling = actions.add_parser("pull", help="download a bundled model to this machine")
-    pulling.add_argument("model", nargs="?", default=DEFAULT_MODEL, choices=list(BUNDLED), help="default: %(default)s")
+    pulling = actions.add_parser(
+        "pull",
+        help="download a model to this machine, or bring it up to date",
+        description="Download a bundled model, or one of the Hugging Face hub: its safetensors, tokenizer, template "
+        "and config files, into the cache that all programs share (HF_HOME; HF_TOKEN for gated models).",
+    )
+    pulling.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help="a bundled name, or ORG/NAME[@REVISION] on the hub (default: %(default)s)",
+    )
+    pulling.add_argument(
+        "--tokenizer-only", action="store_true", help="no weights: for --backend sglang or vllm, which has them"
+    )
     pulling.set_defaults(run=_pull)
+    removing = actions.add_parser("rm", help="delete a model from the hub's local cache")
+    removing.add_argument("model", metavar="ORG/NAME[@REVISION]", help="without a revision all of them are deleted")
+    removing.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    removing.set_defaults(run=_remove)
     verifying = actions.add_parser("verify", help="check that a bundled model's file is the one that was published")
     verifying.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, choices=list(BUNDLED), help="default: %(default)s"
     )
     verifying.set_defaults(run=_verify)
     info = actions.add_parser("info", help="show a model's architecture and the memory of a session")
-    info.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a bundled name, a GGUF file or a directory")
+    info.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve (default: %(default)s)")
     info.set_defaults(run=_info)
 
 
@@ -42,10 +62,30 @@ def _list(arguments: argparse.Namespace) -> int:
     for model in BUNDLED.values():
         where = f"on this machine: {model.path}" if model.path else f"not here; run: holdfast models pull {model.name}"
         print(f"{model.name}\n  {model.description}, {model.license}\n  {where}")
+    for cached in hub.cached_revisions():
+        kind = "" if cached.has_weights else ", without weights"
+        size = f"{cached.num_bytes / _MB:,.1f} MB"
+        print(f"{cached.name}\n  {size}{kind}, commit {cached.commit[:12]}\n  in the local cache of the hub")
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    plan = hub.plan_removal(arguments.model)
+    size = f"{plan.expected_freed_size:,} bytes"
+    if not arguments.yes and not is_agreed(f"delete {arguments.model} ({size}) from the local cache?"):
+        return 1
+    plan.execute()
+    print(f"deleted {arguments.model}: {size} freed")
     return 0
 
 
 def _pull(arguments: argparse.Namespace) -> int:
+    if arguments.model not in BUNDLED:
+        on_hub = hub.parse_id(arguments.model)
+        if on_hub is None:
+            raise ModelError(f"no model {arguments.model!r} to pull: pass {', '.join(BUNDLED)} or ORG/NAME on the hub")
+        print(hub.fetch(on_hub, tokenizer_only=arguments.tokenizer_only))
+        return 0
     model = BUNDLED[arguments.model]
     console = Console(stderr=True)
     with console.status(f"pulling {model.name} ({model.description})"):

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from holdfast.bench.processes import ServerProcess
 from holdfast.cli.client import HttpServer, ServerError, add_tls_flags, own_command
+from holdfast.cli.usage import MODEL_HELP
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
@@ -83,7 +84,7 @@ def register(commands: Any) -> None:
         "--keep", action="store_true", help="keep the data of a server that is started, in a new directory"
     )
     add_tls_flags(parser)
-    model = f"what a started server serves: a bundled name, a GGUF file or a directory (default: {DEFAULT_MODEL})"
+    model = f"what a started server serves: {MODEL_HELP} (default: {DEFAULT_MODEL})"
     parser.add_argument("--model", "-m", metavar="MODEL", help=model)
     for cls in GROUPS:
         add_flags(parser, cls, without=_OURS, shown=_BASIC)

@@ -21,7 +21,7 @@ from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli.checks import require_fit
 from holdfast.cli.client import own_command
-from holdfast.cli.usage import HelpAll
+from holdfast.cli.usage import MODEL_HELP, HelpAll
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
@@ -76,7 +76,7 @@ def _add_flags(parser: argparse.ArgumentParser, shown: Container[str] | None = N
         "model",
         metavar="MODEL",
         nargs="?",
-        help=f"a bundled name, a GGUF file or a directory (default: {DEFAULT_MODEL})",
+        help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})",
     )
     hidden = argparse.SUPPRESS if shown else "the same as MODEL"
     parser.add_argument(
@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_free(address)
     upstream = from_arguments(UpstreamConfig, arguments)
     check_upstream(server, upstream)
+    source = open_model(name, tokenizer_only=server.backend != "embedded")  # may show a download's progress
     with console.status(f"loading {name}"):
-        source = open_model(name, tokenizer_only=server.backend != "embedded")
         metrics = Metrics()
         chat = _load_chat(source, from_arguments(ChatConfig, arguments), console) if server.http else None
         backend: ServedBackend
@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
             backend, about = remote, f"by {server.backend} at {', '.join(upstream.upstreams)}"
             if chat:
                 remote.sample = _sample(source, chat)
-                chat = replace(chat, upstream=Upstream(remote, parse_routes(upstream.passthrough)))
+                routes, relays_chats = parse_routes(upstream.passthrough), upstream.upstream_api == "chat"
+                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from holdfast.cli.client import add_server_flags, add_tls_flags, connected, full_session_id, post
+from holdfast.cli.usage import is_agreed
 from holdfast.errors import ConfigError
 from holdfast.sessions.journal.base import closed_sessions, purge
 from holdfast.sessions.journal.salvage import salvage
@@ -305,10 +306,7 @@ def _is_confirmed(session_ids: Sequence[str]) -> bool:
         print(session_id)
     if len(session_ids) > _SHOWN:
         print(f"... and {len(session_ids) - _SHOWN:,} more")
-    if not sys.stdin.isatty():
-        raise ConfigError("stdin is not a terminal; pass --yes to confirm")
-    answer = input(f"delete {_counted(len(session_ids))} permanently? [y/N] ")
-    return answer.strip().lower() in ("y", "yes")
+    return is_agreed(f"delete {_counted(len(session_ids))} permanently?")
 
 
 def _purged(number: int) -> int:

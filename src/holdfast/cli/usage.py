@@ -1,13 +1,16 @@
-"""Help in two lengths, and answers to flags and environment variables that are almost right."""
+"""Help in two lengths, answers to flags and environment variables that are almost right, and a question."""
 
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from holdfast.config import ENVIRONMENT_PREFIX, VARIABLES
 from holdfast.errors import ConfigError
+
+MODEL_HELP = "a bundled name, a GGUF file, a directory, or ORG/NAME[@REVISION] on the Hugging Face hub"
 
 _WINDOW = "a session keeps a window of --recent TOKENS, and its history has no limit"
 _MEMORY = "--sessions N and --recent TOKENS decide how much memory is used; `holdfast doctor` shows how many fit"
@@ -36,6 +39,9 @@ _ANSWERS = {  # flags of vLLM, SGLang, llama.cpp and Ollama
     ),
     **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"), _NOT_NEEDED),
     "--trust-remote-code": "it is not needed, as code in a model's directory is never run; leave it out",
+    "--revision": "pass the model as ORG/NAME@REVISION",
+    "--hf-token": "set the environment variable HF_TOKEN",
+    "--download-dir": "set the environment variable HF_HOME",
     "--keep-alive": "use --idle-ttl-s SECONDS",
     "--seed": "each request has its own seed",
 }
@@ -106,3 +112,10 @@ def _nearest(name: str, known: Iterable[str], prefix: str) -> str:
     words = {each.removeprefix(prefix): each for each in known}
     near = difflib.get_close_matches(name.removeprefix(prefix), list(words), n=1)
     return f"; did you mean {words[near[0]]}?" if near else ""
+
+
+def is_agreed(question: str) -> bool:
+    """The user's answer. Raises ConfigError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise ConfigError("stdin is not a terminal; pass --yes to confirm")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")

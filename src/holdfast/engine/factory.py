@@ -4,14 +4,18 @@ import dataclasses
 import importlib.util
 import os
 import platform
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from holdfast.config import EngineConfig
 from holdfast.engine import native
 from holdfast.engine.interface import Engine
+from holdfast.engine.lora import is_lora
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.speculation import DraftModel, NGram, Proposer, Speculator
+from holdfast.engine.update import checked, open_weights_at, write
+from holdfast.engine.weights import open_weights
 from holdfast.engine.window import Window
 from holdfast.engine.worker import OnStep, Worker, ignore_step
 from holdfast.errors import ConfigError
@@ -32,7 +36,18 @@ def build_engine(source: ModelSource, config: EngineConfig) -> Engine:
     if config.threads > (limit := _MAX_THREADS_A_CORE * (os.cpu_count() or 1)):
         raise ConfigError(f"threads must be {limit} or less on this machine, got {config.threads}")
     build = {"mlx": _on_mlx, "cuda": _on_cuda, "cpu": _on_cpu}[device_of(config)]
-    return build(source, config, slab_shape(config))
+    engine = build(source, config, slab_shape(config))
+    engine.base_weights = partial(open_weights, source, for_mlx=device_of(config) == "mlx")
+    if config.lora:
+        _merge_adapter(engine, Path(config.lora).expanduser())
+    return engine
+
+
+def _merge_adapter(engine: Engine, folder: Path) -> None:
+    """As new weights for an engine that has not computed anything."""
+    if not is_lora(folder):
+        raise ConfigError(f"--lora {folder} is not a LoRA adapter: it has no adapter_config.json")
+    write(engine, checked(open_weights_at(folder, engine), engine), version="", keeps_caches=False)
 
 
 def device_of(config: EngineConfig) -> Device:
@@ -54,7 +69,7 @@ def slab_shape(config: EngineConfig) -> SlabShape:
 
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The settings of the engine that drafts tokens: as many slabs, but no more in them than a draft needs."""
-    return dataclasses.replace(config, max_pin=min(config.max_pin, DRAFT_PIN), rewind_tokens=0, dtype="auto")
+    return dataclasses.replace(config, max_pin=min(config.max_pin, DRAFT_PIN), rewind_tokens=0, dtype="auto", lora="")
 
 
 def resolved_dtype(asked: str, arch: Architecture, device: str) -> str:

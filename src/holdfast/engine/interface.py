@@ -6,7 +6,7 @@ An engine holds tensors and nothing else. `Slab` knows which positions a slab ho
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
+from holdfast.engine.weights import WeightSource
 from holdfast.errors import InvalidArgument, NonFiniteLogits, Unimplemented
 from holdfast.generation import Sampled
 from holdfast.models import Architecture
@@ -109,6 +110,8 @@ class Engine(ABC):
         self.shape = shape
         self.num_slabs = num_slabs
         self.weight_version = ""  # of the weights that the next forward computes with
+        self.base_weights: Callable[[], WeightSource] | None = None  # those of the model that was loaded
+        self.replaced_names: set[str] = set()  # tensors that are not those of the model that was loaded
         self.loaded_fingerprint = info.fingerprint
         self.kept_fingerprints: frozenset[str] = frozenset()  # of earlier weights whose snapshots still fit
 

@@ -5,14 +5,16 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
+from holdfast.engine.lora import LoraWeights, is_lora
 from holdfast.engine.weights import TensorFile, WeightSource, as_float32, check_shape
 from holdfast.errors import EngineDied, HoldfastError, ModelError
 from holdfast.models.gguf_file import MAGIC, GGUFFile
@@ -59,21 +61,43 @@ class WeightFiles:
         return self._files[name].tensor(name)
 
 
-def open_update(path: Path, engine: Engine) -> tuple[WeightSource, list[str]]:
-    """The weights at `path` and the names of the tensors there. Raises ModelError where they cannot be read."""
+class NewWeights(NamedTuple):
+    """Tensors to be written, not checked yet. `is_complete`: together with the model that was loaded they are all that
+    the weights depend on."""
+
+    source: WeightSource
+    names: Collection[str]
+    is_complete: bool = False
+
+
+def open_weights_at(path: Path, engine: Engine) -> NewWeights:
+    """The weights at `path`: safetensors, a GGUF file, or a LoRA adapter for the model that the engine was loaded with.
+    Raises ModelError where they cannot be read."""
     try:
-        if path.is_dir():
-            files = WeightFiles(_weight_files(path))
-            return files, files.names
-        with path.open("rb") as file:
-            is_gguf = file.read(len(MAGIC)) == MAGIC
+        if is_lora(path):
+            return _adapted(path, engine)
+        is_folder = path.is_dir()
+        is_gguf = not is_folder and _starts_with_magic(path)
     except (OSError, ValueError) as exc:  # ValueError: a zero byte in the path
         raise ModelError(f"cannot read {path} on the server: {exc}") from exc
-    if not is_gguf:
-        files = WeightFiles([path])
-        return files, files.names
-    gguf = GGUFFile(path)
-    return gguf, [name for name in dict.fromkeys((*engine.weight_shapes(), _HEAD)) if name in gguf]
+    if is_gguf:
+        gguf = GGUFFile(path)
+        return NewWeights(gguf, [name for name in {*engine.weight_shapes(), _HEAD} if name in gguf])
+    files = WeightFiles(_weight_files(path) if is_folder else [path])
+    return NewWeights(files, files.names)
+
+
+def _adapted(path: Path, engine: Engine) -> NewWeights:
+    """An adapter belongs to the model as it was loaded, so tensors that were replaced since then are restored."""
+    if engine.base_weights is None:
+        raise ModelError(f"{path}: this engine cannot read its base model again, which an adapter needs")
+    adapted = LoraWeights(engine.base_weights(), path)
+    return NewWeights(adapted, engine.replaced_names.union(adapted.targets), is_complete=True)
+
+
+def _starts_with_magic(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -86,8 +110,9 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{index} has no usable weight_map: {exc}") from exc
 
 
-def checked(source: WeightSource, names: Iterable[str], engine: Engine) -> WeightUpdate:
+def checked(weights: NewWeights, engine: Engine) -> WeightUpdate:
     """Reads every tensor once. Raises ModelError for the first that does not fit; the engine is only looked at."""
+    source, names, is_complete = weights
     shapes = engine.weight_shapes()
     digest = hashlib.sha256()
     sums: dict[str, int] = {}
@@ -106,7 +131,8 @@ def checked(source: WeightSource, names: Iterable[str], engine: Engine) -> Weigh
         sums[name] = zlib.crc32(content)
     if not sums:
         raise ModelError("there are no tensors in it")
-    return WeightUpdate(source=source, sums=sums, digest=digest.hexdigest(), is_whole=sums.keys() == shapes.keys())
+    is_whole = is_complete or sums.keys() == shapes.keys()
+    return WeightUpdate(source=source, sums=sums, digest=digest.hexdigest(), is_whole=is_whole)
 
 
 def _check_tied(source: WeightSource) -> None:
@@ -146,6 +172,7 @@ def write(engine: Engine, update: WeightUpdate, *, version: str, keeps_caches: b
     facts = json.dumps([base, update.digest, version, keeps_caches]).encode()
     engine.info = replace(engine.info, fingerprint=hashlib.blake2b(facts, digest_size=16).hexdigest())
     engine.kept_fingerprints = engine.kept_fingerprints | {before} if keeps_caches else frozenset()
+    engine.replaced_names |= update.sums.keys()
     engine.weight_version = version
     logger.info(
         "%d tensors were replaced in %.2f s; the weights are version %r now",

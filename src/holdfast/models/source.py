@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any, ClassVar
 
 from holdfast.config import DEFAULT_MODEL
 from holdfast.errors import ModelError
+from holdfast.models import hub
 from holdfast.models.architecture import Architecture, Routing, from_hf_config, routing_of
 from holdfast.models.bundled import BUNDLED
 from holdfast.models.gguf_file import GGUFFile
 from holdfast.models.tiktoken_file import TiktokenVocabulary, added_tokens, read_tiktoken, token_text
 
 _HASH_BLOCK = 1 << 22
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -211,27 +215,42 @@ class HFSource:
 ModelSource = GGUFSource | HFSource
 
 
-def open_model(argument: str = DEFAULT_MODEL, *, tokenizer_only: bool = False) -> ModelSource:
+def open_model(argument: str = DEFAULT_MODEL, *, tokenizer_only: bool = False, may_fetch: bool = True) -> ModelSource:
     """The model that `argument` names, without its weights. Raises ModelError where there is none.
 
     `tokenizer_only`: an upstream computes, so any architecture will do, and no weights are needed.
+    `may_fetch`: a model of the hub that is not in its local cache is downloaded, which blocks and may take long.
     """
     if bundled := BUNDLED.get(argument):
         if path := bundled.path:
             bundled.check_size(path)
             return GGUFSource(bundled.name, path)
         raise ModelError(f"model {argument} is not installed; run: holdfast models pull {argument}")
-    path = Path(argument).expanduser()
+    path, on_hub = Path(argument).expanduser(), hub.parse_id(argument)
     if path.is_dir():
-        source = HFSource(path.resolve().name, path)
-        _ = source.vocab_size if tokenizer_only else source.architecture
-        return source
+        if on_hub:
+            logger.warning("%s is a directory here: it is used, and not the model of that name on the hub", path)
+        return _directory(path.resolve().name, path, tokenizer_only=tokenizer_only)
     if path.is_file():
         return GGUFSource(path.stem, path)
+    if on_hub:
+        folder = hub.find(on_hub, tokenizer_only=tokenizer_only, is_offline=not may_fetch)
+        if folder is None and not may_fetch:
+            raise ModelError(f"{on_hub} is not in the local cache of the hub; run: holdfast models pull {on_hub}")
+        folder = folder or hub.fetch(on_hub, tokenizer_only=tokenizer_only)
+        return _directory(on_hub.repository, folder, tokenizer_only=tokenizer_only)
     wanted = argument.lower()
     near = [name for name in BUNDLED if wanted and wanted in name] or difflib.get_close_matches(wanted, BUNDLED, n=1)
     hint = f"did you mean {near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
-    raise ModelError(f"no model {argument!r}: it is not a bundled model, a GGUF file or a model directory ({hint})")
+    raise ModelError(
+        f"no model {argument!r}: it is not a bundled model, a GGUF file, a model directory or an id on the hub ({hint})"
+    )
+
+
+def _directory(name: str, path: Path, *, tokenizer_only: bool) -> HFSource:
+    source = HFSource(name, path)
+    _ = source.vocab_size if tokenizer_only else source.architecture
+    return source
 
 
 def require_plain_weights(source: ModelSource) -> None:

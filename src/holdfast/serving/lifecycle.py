@@ -24,8 +24,8 @@ from holdfast.chat.matching import load_matcher
 from holdfast.chats.embedded_turn import generate_reply
 from holdfast.chats.service import ChatService, Trajectories
 from holdfast.chats.trajectory import HistoryRules
-from holdfast.chats.turn import ChatSetup
-from holdfast.chats.upstream_turn import relay_to
+from holdfast.chats.turn import ChatSetup, TurnSource
+from holdfast.chats.upstream_turn import generate_on, relay_to
 from holdfast.config import ChatConfig, ServeConfig
 from holdfast.errors import ConfigError, EngineDied, HoldfastError, StorageUnavailable
 from holdfast.metrics import Metrics
@@ -240,7 +240,7 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
     return ChatSetup(
         runtime=runtime,
         chat=chat.model,
-        source=relay_to(chat.upstream.chat) if chat.upstream else generate_reply,
+        source=_source(chat.upstream),
         rules=rules,
         admission=admission,
         weight_version=config.weight_version,
@@ -249,6 +249,12 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
         max_conversations=chat.config.max_conversations,
         expert_shape=chat.upstream.chat.expert_shape if chat.upstream else lambda: None,
     )
+
+
+def _source(upstream: Upstream | None) -> TurnSource:
+    if upstream is None:
+        return generate_reply
+    return relay_to(upstream.chat) if upstream.relays_chats else generate_on(upstream.chat)
 
 
 async def _purge(runtime: Runtime, retain_days: int) -> None:

@@ -188,6 +188,9 @@ class UpstreamReply:
 class ChatUpstream(Protocol):
     """A chat server that takes token ids for the prompt and tells the ids that it sampled."""
 
+    @property
+    def logprob_kind(self) -> LogprobKind: ...
+
     def left_out(self, body: Mapping[str, Any], *, may_ignore: bool) -> list[str]:
         """The fields that this upstream does not get. Raises InvalidArgument for one that must not be ignored."""
 

@@ -123,7 +123,11 @@ class FakeUpstream(ABC):
     """A server on a free port of 127.0.0.1, or on `port`, for as long as the context lasts.
 
     `routed_experts`: what it sends where they are requested, or a function from the number of rows to that.
+    `is_routed`: a router is in front of it, which does not send all of our headers.
     """
+
+    is_routed = False
+    health_status = 200
 
     def __init__(
         self,
@@ -171,6 +175,7 @@ class FakeUpstream(ABC):
             ("GET", "/v1/models"): self._models,
             ("POST", "/tokenize"): self._tokenize,
             ("POST", "/detokenize"): self._detokenize,
+            ("GET", "/health"): self._health,
         }
 
     @abstractmethod
@@ -187,7 +192,8 @@ class FakeUpstream(ABC):
         try:
             if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
                 return web.json_response({"error": {"message": "no valid key"}}, status=401)
-            need(request.headers.get("accept-encoding") == "identity", "accept-encoding must be identity")
+            encoding = request.headers.get("accept-encoding")
+            need(encoding == "identity" or self.is_routed, "accept-encoding must be identity")
             handler = self._routes().get((request.method, request.path))
             if handler is None:
                 return web.json_response({"detail": "Not Found"}, status=404)
@@ -228,6 +234,9 @@ class FakeUpstream(ABC):
         need(isinstance(request.get("prompt"), str), "prompt must be a string")
         encode = self.model.encode
         await reply.send({"tokens": encode(request["prompt"])} if encode else {}, status=200 if encode else 404)
+
+    async def _health(self, request: Json, reply: "FakeReply") -> None:
+        await reply.send({}, status=self.health_status)
 
     async def _detokenize(self, request: Json, reply: "FakeReply") -> None:
         await reply.send({"prompt": self.model.decode(self._check_prompt(request.get("tokens")))})

@@ -82,7 +82,8 @@ def _chat_routes(
     }
     replies, store = StatelessReplies(runtime, setup.admission), ResponseStore()
     openai = OpenAIRoutes(setup.chat, runtime, replies, setup.grammars, store=store, **rules)
-    sessions = SessionRoutes(chats, upstream=upstream.chat if upstream else None, **rules)
+    relayed = upstream.chat if upstream and upstream.relays_chats else None
+    sessions = SessionRoutes(chats, upstream=relayed, **rules)
     kept, recorded = StatelessResponses(store), SessionResponses(chats)
     by_header = NamedSessions(chats, config)
     data = DataRoutes(runtime, chats, transfers, config=config)

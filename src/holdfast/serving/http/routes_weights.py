@@ -15,7 +15,7 @@ from holdfast.errors import PayloadTooLarge, StorageUnavailable
 from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import is_file
 from holdfast.serving.http.routes_admin import check_admin
-from holdfast.serving.http.schema import NewWeights, WeightsAtPath
+from holdfast.serving.http.schema import WeightsAtPath, WeightsUpload
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def load_weights(setup: ChatSetup) -> Callable[[Request], Awaitable[Response]]:
             if not is_file(request.headers):
                 body = decode(await request.body(), WeightsAtPath)
                 return await _load(setup, Path(body.path), body)
-            wanted = decode(msgspec.json.encode(dict(request.query_params)), NewWeights)
+            wanted = decode(msgspec.json.encode(dict(request.query_params)), WeightsUpload)
             try:
                 with tempfile.TemporaryDirectory(prefix="holdfast-weights-") as folder:
                     path = Path(folder) / "body.safetensors"
@@ -46,7 +46,7 @@ def load_weights(setup: ChatSetup) -> Callable[[Request], Awaitable[Response]]:
     return weights
 
 
-async def _load(setup: ChatSetup, path: Path, wanted: NewWeights) -> Response:
+async def _load(setup: ChatSetup, path: Path, wanted: WeightsUpload) -> Response:
     loaded = await setup.runtime.load_weights(path, version=wanted.version, keeps_caches=wanted.caches == "keep")
     setup.weight_version = wanted.version
     return JSONResponse(

@@ -135,14 +135,14 @@ class WeightVersion(Struct, kw_only=True, forbid_unknown_fields=True):
     weight_version: Annotated[str, Meta(max_length=256)]
 
 
-class NewWeights(Struct, kw_only=True, forbid_unknown_fields=True):
+class WeightsUpload(Struct, kw_only=True, forbid_unknown_fields=True):
     """Query parameters where the body is a file."""
 
     version: Annotated[str, Meta(min_length=1, max_length=256)]
     caches: Literal["keep", "recompute"] = "recompute"
 
 
-class WeightsAtPath(NewWeights):
+class WeightsAtPath(WeightsUpload):
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 

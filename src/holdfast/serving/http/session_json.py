@@ -184,13 +184,13 @@ def _mismatch(tip: Node, chat: ChatModel) -> dict[str, Any] | None:
     """
     if tip.parent is None:
         return None
-    root = tip.path()[0].turn.root
+    root, at = (first := tip.path()[0].turn).root, first.facts.started_at
     tools, variables = msgspec.json.decode(root.tools), msgspec.json.decode(root.variables)
     tokenizer, ids, messages = chat.tokenizer, tip.ids(), list(tip.spoken())
     try:
         if not tokenizer.is_byte_level:  # the bytes of a token depend on its neighbours
-            return _tokens_differ(0, ids, chat.continuation.first(messages, tools, variables).ids, tokenizer)
-        rendered = chat.continuation.whole_text(messages, tools, variables).encode(errors="replace")
+            return _tokens_differ(0, ids, chat.continuation.first(messages, tools, variables, at=at).ids, tokenizer)
+        rendered = chat.continuation.whole_text(messages, tools, variables, at=at).encode(errors="replace")
     except InvalidArgument as exc:
         return {"reason": str(exc)}
     pieces = [tokenizer.token_bytes(token) for token in ids]
