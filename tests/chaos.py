@@ -103,7 +103,7 @@ class Agent:
 class Report:
     num_turns: int
     num_sampled: int
-    refused: Counter[str]
+    refused: dict[str, int]  # what agents were told in place of a reply, and sent their request again
     gaps_s: list[float]  # from each kill until the server answered again
     waited_s: list[float]  # from each kill until an agent had a reply again
     total_s: float
@@ -148,7 +148,7 @@ async def chaos(
     return Report(
         num_turns=num_done(),
         num_sampled=sum(len(_sampled(reply)) for agent in agents for reply in agent.replies),
-        refused=sum((agent.refused for agent in agents), Counter()),
+        refused=dict(sum((agent.refused for agent in agents), Counter())),
         gaps_s=gaps,
         waited_s=waited,
         total_s=total_s,
