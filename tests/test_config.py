@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import re
 from pathlib import Path
@@ -6,7 +7,7 @@ import pytest
 
 from holdfast import config
 from holdfast.cli.usage import NO_VARIABLES
-from holdfast.config import EngineConfig
+from holdfast.config import EngineConfig, UpstreamConfig
 from holdfast.errors import ConfigError
 
 
@@ -20,6 +21,24 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     environment = {"HOLDFAST_RECENT": "20", "HOLDFAST_MAX_PIN": "200", "HOLDFAST_OTHER": "x"}
     loaded = _load(file=file, environment=environment, flags={"max_pin": 300, "dtype": None})
     assert (loaded.sink, loaded.recent, loaded.max_pin, loaded.dtype) == (1, 20, 300, "float32")
+
+
+def test_several_upstreams_are_flags_a_list_or_commas(tmp_path: Path) -> None:
+    file = tmp_path / "holdfast.toml"
+    file.write_text('upstream = ["http://a", "http://b"]')
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser, UpstreamConfig)
+    for flags, variables, path in (
+        (["--upstream", "http://a", "--upstream", "http://b"], {}, None),
+        ([], {"HOLDFAST_UPSTREAM": "http://a, http://b,"}, None),
+        ([], {}, file),
+    ):
+        arguments = vars(parser.parse_args(flags))
+        loaded = config.load(UpstreamConfig, flags=arguments, environment=variables, file=path)
+        assert loaded.upstreams == ("http://a", "http://b")
+    file.write_text("upstream = [1]")
+    with pytest.raises(ConfigError, match="must be text"):
+        config.load(UpstreamConfig, flags={}, environment={}, file=file)
 
 
 @pytest.mark.parametrize(

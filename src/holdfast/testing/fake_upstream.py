@@ -186,7 +186,8 @@ class FakeUpstream(ABC):
         self.requests.append(
             Seen(request.method, request.path, request.rel_url.raw_query_string, dict(request.headers), body)
         )
-        reply = FakeReply(request, self.faults.popleft() if self.faults else Fault())
+        is_faulty = self.faults and request.path != "/health"
+        reply = FakeReply(request, self.faults.popleft() if is_faulty else Fault())
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
