@@ -86,9 +86,8 @@ class Step:
 class Rollouts:
     """The server's side of the loop."""
 
-    def __init__(self, server: str, options: argparse.Namespace) -> None:
-        self._client = httpx.Client(base_url=server, timeout=600)
-        self._options = options
+    def __init__(self, client: httpx.Client, options: argparse.Namespace) -> None:
+        self._client, self._options = client, options
 
     def sample(self, questions: Sequence[Question]) -> list[Sample]:
         """A group of samples for each question, one group after the other. All rollouts run at once."""
@@ -287,8 +286,12 @@ def run(options: argparse.Namespace) -> None:
     words = [str(word) for pair in flags.items() for word in pair]
     report: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(options).items()}, "steps": []}
     trainer = Trainer(load_policy(open_model(options.model), options.device), options)
-    with Progress() as progress, nullcontext() if options.server else serving(options.model, *words) as server:
-        steps = learn(Rollouts(options.server or server.http, options), trainer, options)
+    with (
+        Progress() as progress,
+        nullcontext() if options.server else serving(options.model, *words) as server,
+        httpx.Client(base_url=options.server or server.http, timeout=600) as client,
+    ):
+        steps = learn(Rollouts(client, options), trainer, options)
         for step in progress.track(steps, total=options.steps, description="learning"):
             report["steps"].append(asdict(step))
             options.out.write_text(json.dumps(report, indent=1))
