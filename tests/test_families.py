@@ -218,32 +218,30 @@ def _calling(number: int = 1) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def test_an_opener_that_was_sampled_goes_where_another_message_follows() -> None:
+def test_the_opener_of_the_next_message_is_given_whichever_was_sampled() -> None:
     continuation = family_model("glm4_moe").continuation
     user, observation = _ids("glm4_moe", "<|user|>", "<|observation|>")
     result = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
-    for last, new, first, num_trimmed in [
-        (user, USER, None, 0),
-        (observation, result, None, 0),
-        (observation, USER, user, 1),
-        (user, result, observation, 1),
-        (5, USER, user, 0),  # cut short: there is no opener to trim
+    for last, new, first in [
+        (user, USER, user),
+        (observation, result, observation),
+        (observation, USER, user),
+        (user, result, observation),
+        (5, USER, user),
     ]:
         prompt = continuation.tail(last, [new], [TOOL], reply=_calling())
-        assert prompt.num_trimmed == num_trimmed
-        assert first is None or prompt.ids[0] == first
-        assert prompt.ids.count(user) + prompt.ids.count(observation) == (first is not None)
+        assert continuation.num_trimmed(last) == (last != 5)  # a reply that was cut short has no opener to trim
+        assert prompt.ids[0] == first
+        assert prompt.ids.count(user) + prompt.ids.count(observation) == 1
 
 
 def test_the_end_of_a_harmony_reply_is_the_one_that_the_template_has_in_the_past() -> None:
     continuation = family_model("gptoss").continuation
     ended, returned, called = _ids("gptoss", "<|end|>", "<|return|>", "<|call|>")
     assert ended not in continuation.stop_token_ids  # it ends the analysis, not the reply
-    prompt = continuation.tail(returned, [USER])
-    assert (prompt.ids[0], prompt.num_trimmed) == (ended, 1)
-    after_call = continuation.tail(called, [USER], [TOOL], reply=_calling())
-    assert after_call.num_trimmed == 0
-    assert after_call.ids[0] == _ids("gptoss", "<|start|>")[0]
+    assert continuation.tail(returned, [USER]).ids[0] == ended
+    assert continuation.tail(called, [USER], [TOOL], reply=_calling()).ids[0] == called
+    assert continuation.num_trimmed(returned) == continuation.num_trimmed(called) == 1
 
 
 def test_a_result_is_rendered_with_the_name_of_its_call() -> None:

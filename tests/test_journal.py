@@ -989,6 +989,17 @@ def test_no_flipped_bit_of_the_database_is_ever_served(whole: Path, where: float
         asyncio.run(run(Path(directory)))
 
 
+@pytest.mark.parametrize("column", [b"checksum", b"step", b"tokens", b"number", b"created_at"])
+def test_a_column_whose_name_is_damaged_is_damage(whole: Path, tmp_path: Path, column: bytes) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "journal.db"
+    data = path.read_bytes()
+    assert column in data
+    path.write_bytes(data.replace(column, column[:-1] + bytes([column[-1] ^ 1])))
+    with pytest.raises((ConfigError, StorageUnavailable)):
+        list(SqliteJournal(tmp_path).load())
+
+
 async def test_a_damaged_end_of_the_write_ahead_log_is_reported_and_cut(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

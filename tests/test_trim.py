@@ -50,11 +50,11 @@ async def _check(client: httpx.AsyncClient, session: str) -> None:
     told = (await client.get(f"/sessions/{session}")).json()["metadata"]
     ids = told["accumulated_token_ids"]
     assert told["max_trim_tokens"] == 1
-    assert (ids.count(IDS["<|user|>"]), ids.count(IDS["<|observation|>"])) == (len(ENDS), 0)
+    assert (ids.count(IDS["<|user|>"]), ids.count(IDS["<|observation|>"])) == (len(ENDS) + 1, 0)
     export = decode((await client.post(f"/sessions/{session}/samples", json={"format": "json"})).content)
     assert problems(export) == []
     (sample,) = export.samples
-    assert sample.tokens.tolist() == [*ids, IDS["<|user|>"]]  # the last end was sampled, whatever comes next
+    assert sample.tokens.tolist() == ids  # with the last end, which was sampled, whatever comes next
     trained = {turn.number: sample.tokens[turn.sampled_start : turn.end].tolist() for turn in sample.turns}
     kept = {turn: script if ENDS[turn] == "<|user|>" else script[:-1] for turn, script in SCRIPTS.items()}
     assert trained == {turn + 1: script for turn, script in kept.items()}

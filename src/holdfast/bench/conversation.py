@@ -95,6 +95,8 @@ class SdkChat:
         message = {"role": "user", "content": question}
         if self.last is None:
             return self._chat.continuation.first([SYSTEM, message]).ids
+        if num_trimmed := self._chat.continuation.num_trimmed(self.last):
+            self.session.rewind(self.history_length - num_trimmed)
         return self._chat.continuation.tail(self.last, [message]).ids
 
 

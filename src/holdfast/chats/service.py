@@ -273,7 +273,7 @@ class ChatService:
 
         def export() -> Export:
             told = {
-                "accumulated_token_ids": tip.ids(),
+                "accumulated_token_ids": tip.ids_as_sampled(),
                 "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": mismatches(tip, chat),
             }

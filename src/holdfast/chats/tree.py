@@ -75,6 +75,10 @@ class Node:
         nodes = self.path()[since.depth if since else 0 :]
         return [token for node in nodes for token in node.tokens()]
 
+    def ids_as_sampled(self) -> list[int]:
+        """All tokens on the path, with the end of the last reply that the next turn may not go on from."""
+        return [*self.ids(), *self.turn.sampled[self.turn.num_lasting :]]
+
 
 class Match(NamedTuple):
     """Where a request attaches: its first `num_messages` messages are those of `node`'s path.

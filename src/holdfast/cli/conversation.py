@@ -171,8 +171,11 @@ class TokenConversation:
             num_pinned = self._continuation.pinned(messages, self._session.max_pin)
             await self._session.open(max(self._session.sink, num_pinned))
             self._is_open = True
-        if (await self._session.info()).history_length:
-            prompt = self._continuation.tail(await self._session.last_token(), [message])
+        if length := (await self._session.info()).history_length:
+            last = await self._session.last_token()
+            if num_trimmed := self._continuation.num_trimmed(last):
+                await self._session.rewind(length - num_trimmed)
+            prompt = self._continuation.tail(last, [message])
         else:
             prompt = self._continuation.first(messages)
         yield Waiting(f"computing {len(prompt.ids):,} tokens")

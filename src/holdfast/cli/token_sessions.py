@@ -45,6 +45,9 @@ class LocalSession:
         length = (await self.info()).history_length
         return self._runtime.history(self._id, LOCAL_OWNER, length - 1)[0].tokens[0]
 
+    async def rewind(self, length: int) -> None:
+        await self._runtime.rewind(self._id, LOCAL_OWNER, length)
+
     async def info(self) -> SessionView:
         return self._runtime.info(self._id, LOCAL_OWNER)
 
@@ -106,6 +109,10 @@ class ServerSession:
         with self._errors():
             chunks = [chunk async for chunk in self._session.history(length - 1)]
         return chunks[-1].token_ids[-1]
+
+    async def rewind(self, length: int) -> None:
+        with self._errors():
+            await self._session.rewind(length)
 
     async def info(self) -> "SessionInfo":
         with self._errors():

@@ -87,7 +87,7 @@ async def trajectory_json(
                 for node, turn in zip(asked, turns, strict=True)
             ],
             "metadata": {
-                "accumulated_token_ids": tip.ids(),
+                "accumulated_token_ids": tip.ids_as_sampled(),
                 "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": _mismatch(tip, chat),
                 "control_tokens_spelled": num_control,

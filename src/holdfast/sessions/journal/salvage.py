@@ -27,7 +27,7 @@ from holdfast.sessions.journal.segments import SegmentReader
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.record import TurnRecord
 
-_DAMAGE = (sqlite3.Error, UnicodeDecodeError, ValueError, StorageUnavailable, SessionNotFound)
+_DAMAGE = (sqlite3.Error, UnicodeDecodeError, ValueError, IndexError, StorageUnavailable, SessionNotFound)
 _INDEXES = {"spans": "spans_of_session", "turns": "sqlite_autoindex_turns_1"}
 _TABLES: dict[SessionKind, str] = {"tokens": "spans", "chat": "turns", "forest": "turns"}
 

@@ -138,6 +138,8 @@ class SqliteJournal:
                 finally:
                     if self._reader.in_transaction:
                         self._reader.execute("ROLLBACK")
+            except IndexError as exc:
+                raise StorageUnavailable(f"the journal {self._path} is damaged: a column has another name") from exc
             except (sqlite3.Error, UnicodeDecodeError) as exc:
                 raise StorageUnavailable(f"the journal {self._path} cannot be read: {exc}") from exc
 
