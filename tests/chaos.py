@@ -134,10 +134,11 @@ async def chaos(
             while num_done() < moment:
                 await asyncio.sleep(0.01)
             upstream.kill()
-            killed, before = time.monotonic(), num_done()
+            killed = time.monotonic()
             upstream.start()
             await upstream.up(start_s)
             gaps.append(time.monotonic() - killed)
+            before = num_done()  # replies that were on their way when it was killed are there by now
             while num_done() == before:
                 await asyncio.sleep(0.01)
             waited.append(time.monotonic() - killed)
