@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from holdfast.backends.sglang import SGLangBackend
+from holdfast.backends.tokenizer_check import TokenSample
 from holdfast.backends.transport import carried_headers
 from holdfast.backends.upstream import UpstreamBackend
 from holdfast.backends.vllm import VLLMBackend
@@ -123,18 +124,19 @@ async def test_a_gap_longer_than_the_wait_is_503_at_both_doors_and_records_nothi
         assert "no upstream is ready" in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize("change", ["model", "vocabulary", "logprobs"])
+@pytest.mark.parametrize("change", ["model", "tokenizer", "logprobs"])
 async def test_another_model_after_a_gap_is_not_used_until_the_first_is_back(change: str) -> None:
     async with FakeSGLang(fake_model()) as first, relay_to(first.url, upstream_wait_s=0.0) as relay:
+        relay.backend.sample = TokenSample("first", "some text", (7, 8))
         session = await open_session(relay.http)
         await first._runner.cleanup()
         assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 503
         other = fake_model("other" if change == "model" else "fake-model")
-        if change == "vocabulary":
-            other.decode = str
+        if change == "tokenizer":
+            other.encode = lambda text: [8, 7]
         if change == "logprobs":
             other.logprob_kind = "sampling"
-        expected = {"model": "serves 'other'", "vocabulary": "another vocabulary", "logprobs": "another kind"}[change]
+        expected = {"model": "serves 'other'", "tokenizer": "not that of 'first'", "logprobs": "another kind"}[change]
         async with FakeSGLang(other, port=first.port) as fake:
             await until(lambda: expected in (relay.backend.not_ready or ""))
             assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 503

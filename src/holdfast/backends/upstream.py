@@ -31,7 +31,6 @@ INLINE_BYTES = 64 << 10  # about 50 microseconds of decoding, not worth a pass o
 
 _CLOSE_TIMEOUT_S = 5.0
 _PROBE_TEMPERATURE = 0.5
-_NUM_SPELLED = 64
 _PROBE = "holdfast-probe"
 _SMALLEST_GAP = 0.05  # two logprobs that are closer than this show nothing
 
@@ -226,12 +225,10 @@ class UpstreamBackend(UpstreamSequences):
             )
         if known is not None:
             kinds = {known.logprob_kind, found.logprob_kind} - {LogprobKind.UNKNOWN}
-            vocabularies = {known.vocabulary, found.vocabulary} - {None}
-            if len(kinds) > 1 or len(vocabularies) > 1:
-                what = "kind of logprobs" if len(kinds) > 1 else "vocabulary"
-                raise UpstreamInvalid(f"the upstream has another {what} than before; it is not used")
+            if len(kinds) > 1:
+                raise UpstreamInvalid("the upstream has another kind of logprobs than before; it is not used")
         if known is None or known.logprob_kind is LogprobKind.UNKNOWN:
-            self._known = replace(found, vocabulary=found.vocabulary or (known.vocabulary if known else None))
+            self._known = found
             self.logprob_kind = found.logprob_kind if setting == "auto" else LogprobKind(setting)
         context = min(found.context or self._model.context, self._model.context)
         self._model = replace(self._model, recent=context, max_pin=context, context=context)
@@ -276,12 +273,9 @@ class UpstreamBackend(UpstreamSequences):
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """`vocabulary`: how the server spells a few token ids; None where it does not tell."""
-
     model: str
     context: int | None
     logprob_kind: LogprobKind
-    vocabulary: str | None
 
 
 async def probe(backend: UpstreamBackend, server: Server | None = None) -> ProbeReport:
@@ -310,8 +304,7 @@ async def probe(backend: UpstreamBackend, server: Server | None = None) -> Probe
         else:
             await backend.one_token(server, prompt)
         kind = await _found_kind(backend, server, prompt)
-        vocabulary = await _spelled(backend, server)
-        found = ProbeReport(card.id, card.max_model_len, kind, vocabulary)
+        found = ProbeReport(card.id, card.max_model_len, kind)
         backend.adopt(found)
         if reply is not None:
             backend.learn_row_shapes(reply)
@@ -328,28 +321,6 @@ async def _one_reply(backend: UpstreamBackend, server: Server, prompt: list[int]
     if reply.completion is None:
         raise refusal(reply.status, reply.received)
     return reply
-
-
-async def _spelled(backend: UpstreamBackend, server: Server) -> str | None:
-    """What the server calls ids from all over the vocabulary, as one text."""
-    size = backend.model.vocab_size
-    request = {"tokens": [size * part // _NUM_SPELLED for part in range(_NUM_SPELLED)]}
-    named = {"model": backend.upstream_model} | request
-    answer = await server.transport.post("/detokenize", named, {})
-    if answer.status != 200:  # it has no such route, or a router in front of it has none
-        return None
-    text = decoded(answer.body, _TEXT)
-    return text.prompt if text.prompt is not None else text.text
-
-
-class _Text(msgspec.Struct):
-    """vLLM calls it `prompt`, SGLang `text`."""
-
-    prompt: str | None = None
-    text: str | None = None
-
-
-_TEXT = msgspec.json.Decoder(_Text)
 
 
 class _ModelCard(msgspec.Struct):

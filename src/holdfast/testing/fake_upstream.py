@@ -174,7 +174,6 @@ class FakeUpstream(ABC):
             ("POST", "/v1/chat/completions"): self._chat,
             ("GET", "/v1/models"): self._models,
             ("POST", "/tokenize"): self._tokenize,
-            ("POST", "/detokenize"): self._detokenize,
             ("GET", "/health"): self._health,
         }
 
@@ -238,9 +237,6 @@ class FakeUpstream(ABC):
 
     async def _health(self, request: Json, reply: "FakeReply") -> None:
         await reply.send({}, status=self.health_status)
-
-    async def _detokenize(self, request: Json, reply: "FakeReply") -> None:
-        await reply.send({"prompt": self.model.decode(self._check_prompt(request.get("tokens")))})
 
     def _check_chat(self, request: Json, reply: "FakeReply") -> int:
         messages = request.get("messages")
