@@ -8,7 +8,7 @@ tool returned. One example in the prompt shows how, but the untrained model seld
 
 Each step samples a group of rollouts for each question, exports their token ids, loss masks and logprobs, makes one
 gradient step on exactly these tokens, and sends the changed weights to the server. The trainer is plain torch: TRL's
-GRPOTrainer takes ids and masks from a `rollout_func`, but ignores its logprobs unless vLLM generates.
+GRPOTrainer takes ids and masks from a `rollout_func`, but recorded logprobs correct its loss only if vLLM generates.
 """
 
 import argparse
