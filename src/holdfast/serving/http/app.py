@@ -70,6 +70,9 @@ class CarriedHeaders:
         await self._app(scope, receive, send)
 
 
+_SESSION = "/sessions/{session_id}"
+
+
 def _chat_routes(
     chats: ChatService, transfers: Transfers, config: ServeConfig, upstream: Upstream | None
 ) -> list[Route]:
@@ -84,10 +87,6 @@ def _chat_routes(
     openai = OpenAIRoutes(setup.chat, runtime, replies, setup.grammars, store=store, **rules)
     relayed = upstream.chat if upstream and upstream.relays_chats else None
     sessions = SessionRoutes(chats, upstream=relayed, **rules)
-    kept, recorded = StatelessResponses(store), SessionResponses(chats)
-    by_header = NamedSessions(chats, config)
-    data = DataRoutes(runtime, chats, transfers, config=config)
-    control = ControlRoutes(chats)
 
     def on_session(endpoint: Endpoint) -> Endpoint:
         """The same on a session that must be there, and need not be known otherwise."""
@@ -99,51 +98,81 @@ def _chat_routes(
 
         return checked
 
-    def both(path: str, stateless: Endpoint, on_session: Endpoint, *methods: str) -> list[Route]:
-        """A path without a session, with one in its URL, and with one that a header names."""
-        return [
-            Route(path, by_header.endpoint(stateless, on_session), methods=methods),
-            Route(one + path, on_session, methods=methods),
-        ]
-
-    one = "/sessions/{session_id}"
-    response, conversation = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
-    chat, count = openai.chat_completions, openai.count_tokens
     rest = [
-        Route(f"{one}/v1/models", on_session(openai.models)),
-        Route(f"{one}/v1/models/{{model:path}}", on_session(openai.model)),
+        Route(f"{_SESSION}/v1/models", on_session(openai.models)),
+        Route(f"{_SESSION}/v1/models/{{model:path}}", on_session(openai.model)),
     ]
     if upstream is not None:
-        rest = [Route(f"{one}/{{path:path}}", UpstreamRoutes(chats, upstream).passed, methods=METHODS)]
+        rest = [Route(f"{_SESSION}/{{path:path}}", UpstreamRoutes(chats, upstream).passed, methods=METHODS)]
+    by_header = NamedSessions(chats, config)
     return [
-        *both("/v1/chat/completions", chat, sessions.session_chat, "POST"),
-        *both("/v1/messages", chat, sessions.session_chat, "POST"),
-        *both("/v1/messages/count_tokens", count, on_session(count), "POST"),
-        *both("/v1/responses", chat, sessions.session_chat, "POST"),
-        *both(response, kept.get_response, recorded.get_response, "GET"),
-        *both(response, kept.delete_response, recorded.delete_response, "DELETE"),
-        *both(f"{response}/input_items", kept.input_items, recorded.input_items, "GET"),
-        *both("/v1/conversations", kept.create_conversation, recorded.create_conversation, "POST"),
-        Route(conversation, kept.get_conversation),
-        Route(conversation, kept.delete_conversation, methods=["DELETE"]),
+        *_generation_routes(openai, sessions, by_header, on_session),
+        *_response_routes(StatelessResponses(store), SessionResponses(chats), by_header),
+        *_session_routes(sessions, DataRoutes(runtime, chats, transfers, config=config)),
+        *_control_routes(chats),
+        *rest,
+    ]
+
+
+def _both(by_header: NamedSessions, path: str, stateless: Endpoint, on_session: Endpoint, *methods: str) -> list[Route]:
+    """A path without a session, with one in its URL, and with one that a header names."""
+    return [
+        Route(path, by_header.endpoint(stateless, on_session), methods=methods),
+        Route(_SESSION + path, on_session, methods=methods),
+    ]
+
+
+def _generation_routes(
+    openai: OpenAIRoutes,
+    sessions: SessionRoutes,
+    by_header: NamedSessions,
+    on_session: Callable[[Endpoint], Endpoint],
+) -> list[Route]:
+    count = openai.count_tokens
+    chats = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+    return [
+        *(r for path in chats for r in _both(by_header, path, openai.chat_completions, sessions.session_chat, "POST")),
+        *_both(by_header, "/v1/messages/count_tokens", count, on_session(count), "POST"),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/models", by_header.endpoint(openai.models, on_session(openai.models))),
         Route("/v1/models/{model:path}", openai.model),
+    ]
+
+
+def _response_routes(kept: StatelessResponses, recorded: SessionResponses, by_header: NamedSessions) -> list[Route]:
+    response, conversation = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    return [
+        *_both(by_header, response, kept.get_response, recorded.get_response, "GET"),
+        *_both(by_header, response, kept.delete_response, recorded.delete_response, "DELETE"),
+        *_both(by_header, f"{response}/input_items", kept.input_items, recorded.input_items, "GET"),
+        *_both(by_header, "/v1/conversations", kept.create_conversation, recorded.create_conversation, "POST"),
+        Route(conversation, kept.get_conversation),
+        Route(conversation, kept.delete_conversation, methods=["DELETE"]),
+    ]
+
+
+def _session_routes(sessions: SessionRoutes, data: DataRoutes) -> list[Route]:
+    return [
         Route("/sessions", sessions.create, methods=["POST"]),
         Route(IMPORT_PATH, data.import_session, methods=["POST"]),
         Route("/sessions/purge", data.purge, methods=["POST"]),
         Route("/sessions", sessions.list_sessions),
-        Route(one, sessions.show),
-        Route(one, sessions.delete, methods=["DELETE"]),
-        Route(f"{one}/fork", sessions.fork, methods=["POST"]),
-        Route(f"{one}/export", data.export),
-        Route(f"{one}/samples", data.samples, methods=["POST"]),
-        Route(f"{one}/reward", sessions.reward, methods=["POST"]),
+        Route(_SESSION, sessions.show),
+        Route(_SESSION, sessions.delete, methods=["DELETE"]),
+        Route(f"{_SESSION}/fork", sessions.fork, methods=["POST"]),
+        Route(f"{_SESSION}/export", data.export),
+        Route(f"{_SESSION}/samples", data.samples, methods=["POST"]),
+        Route(f"{_SESSION}/reward", sessions.reward, methods=["POST"]),
+    ]
+
+
+def _control_routes(chats: ChatService) -> list[Route]:
+    control = ControlRoutes(chats)
+    return [
         Route("/control/pause", control.pause, methods=["POST"]),
         Route("/control/resume", control.resume, methods=["POST"]),
-        Route(WEIGHTS_PATH, load_weights(setup), methods=["POST"]),
         Route("/control/weight_version", control.weight_version, methods=["PUT"]),
-        *rest,
+        Route(WEIGHTS_PATH, load_weights(chats.setup), methods=["POST"]),
     ]
 
 
