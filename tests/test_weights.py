@@ -357,6 +357,21 @@ async def test_weights_change_under_load_and_every_token_has_the_right_version(t
                 assert (response.status_code, token) == (200, BASE)  # no key of the weights before the restart
 
 
+@pytest.mark.parametrize("caches", ["keep", "recompute"])
+async def test_a_turn_tells_how_much_of_its_history_was_computed_again(tmp_path: Path, caches: str) -> None:
+    async with serving(_telling_engine(), default_chat()) as server, client_of(server) as client:
+        session = await open_session(client)
+        first = (await client.post(chat_path(session), json=said("Hi"))).json()
+        wanted = {"path": str(_weight(tmp_path, 1)), "version": "1", "caches": caches}
+        assert (await client.post("/control/weights", json=wanted)).status_code == 200
+        texts = ["Hi", first["choices"][0]["message"]["content"], "More"]
+        usage = (await client.post(chat_path(session), json=said(*texts))).json()["usage"]
+        is_kept = caches == "keep"
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == is_kept
+        assert usage["holdfast"]["recomputed_tokens"] == (0 if is_kept else first["usage"]["total_tokens"] - 1)
+        assert is_kept or usage["holdfast"]["prefilled_tokens"] == usage["prompt_tokens"]
+
+
 async def _loaded(client: httpx.AsyncClient, path: Path, number: int) -> httpx.Response:
     """By path and by upload in turns, and after two that compute the caches again two that keep them."""
     wanted = {"version": str(number), "caches": "keep" if number % 4 > 1 else "recompute"}

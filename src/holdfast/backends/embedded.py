@@ -92,6 +92,7 @@ class EmbeddedBackend:
         return BackendView(
             history_length=info.history_length,
             num_dropped=info.num_dropped,
+            num_uncomputed=max(0, info.history_length - info.computed_length - 1),
             kv_live_bytes=info.kv_live_bytes,
             kv_reserved_bytes=info.kv_reserved_bytes,
             inv1_violations=info.inv1_violations,

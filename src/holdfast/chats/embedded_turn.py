@@ -22,6 +22,7 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
     cache, claim = await turn.cache()
     started_at, version, params = time.time(), setup.weight_version, claim.bounded(request.params)
     base, recomputed = await cache.sync_to(claim, parent, is_limited=not trajectory.is_forest)
+    uncomputed = claim.num_uncomputed
     if base is trajectory.tree.root:
         await _pin(turn, claim)
     is_reasoning = prompt.is_reasoning and request.params.constraint is None
@@ -38,7 +39,9 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
             if reply.is_stopped:
                 break
     yield reply.finish()
-    ending = ReplyEnd.of(reply, _usage(turn, claim, reply, base, recomputed), request.params.seed)
+    ending = ReplyEnd.of(
+        reply, _usage(turn, claim, reply, base, recomputed=recomputed, uncomputed=uncomputed), request.params.seed
+    )
     spans = weight_spans(ending.tokens) or ((version, 0), (setup.weight_version, 0))
     facts = TurnFacts(
         sampling=params.as_record(),
@@ -89,14 +92,17 @@ async def _pin(turn: ChatTurn, claim: Claim) -> None:
     await claim.pin(runtime.checked_pin(max(model.sink, pinned)))
 
 
-def _usage(turn: ChatTurn, claim: Claim, reply: AssistantReply, base: Node, recomputed: int) -> TokenUsage:
+def _usage(
+    turn: ChatTurn, claim: Claim, reply: AssistantReply, base: Node, *, recomputed: int, uncomputed: int
+) -> TokenUsage:
+    """`recomputed`: what rewinding took. `uncomputed`: what was to be computed again before the reply."""
     parent = turn.prepared.parent
     prompt_tokens = parent.end + len(turn.prepared.prompt.ids)
     return TokenUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=len(reply.tokens),
-        prefilled_tokens=prompt_tokens - base.end + bool(base.end),  # the last token there was still pending
+        prefilled_tokens=prompt_tokens - base.end + bool(base.end) + uncomputed,  # the last token was still pending
         dropped_tokens=claim.session.num_dropped(turn.setup.runtime.model.recent),
-        recomputed_tokens=recomputed + parent.end - base.end,
+        recomputed_tokens=recomputed + uncomputed + parent.end - base.end,
         reasoning_tokens=reply.num_reasoning,
     )

@@ -342,6 +342,12 @@ class Claim:
     def _backend(self) -> Backend:
         return self._operations.backend
 
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens of the history that the next generation computes again."""
+        handle = self.session.handle
+        return self._backend.view(handle).num_uncomputed if handle is not None else 0
+
     def _backend_length(self) -> int:
         assert self.session.handle is not None
         return self._backend.view(self.session.handle).history_length

@@ -33,6 +33,7 @@ class BackendView:
 
     history_length: int
     num_dropped: int
+    num_uncomputed: int = 0  # tokens, besides the last one, that are to be computed again: the weights have changed
     kv_live_bytes: int | None
     kv_reserved_bytes: int | None
     inv1_violations: int

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.chats.turn import ChatSetup
-from holdfast.errors import PayloadTooLarge, StorageUnavailable
+from holdfast.errors import InvalidArgument, ModelError, PayloadTooLarge, StorageUnavailable
 from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import is_file
 from holdfast.serving.http.routes_admin import check_admin
@@ -19,6 +19,7 @@ from holdfast.serving.http.schema import WeightsAtPath, WeightsUpload
 
 logger = logging.getLogger(__name__)
 
+_BROKEN = "this is not a whole safetensors file"
 _HEADER_BYTES = 16 << 20  # of a safetensors file, beside the weights
 _WRITE_BYTES = 4 << 20  # that are collected before a thread writes them
 _LOG_BYTES = 1 << 30  # between two lines in the log
@@ -47,7 +48,10 @@ def load_weights(setup: ChatSetup) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _load(setup: ChatSetup, path: Path, wanted: WeightsUpload) -> Response:
-    loaded = await setup.runtime.load_weights(path, version=wanted.version, keeps_caches=wanted.caches == "keep")
+    try:
+        loaded = await setup.runtime.load_weights(path, version=wanted.version, keeps_caches=wanted.caches == "keep")
+    except ModelError as exc:
+        raise InvalidArgument(str(exc).replace(f"{path} is truncated or damaged; download it again", _BROKEN)) from exc
     setup.weight_version = wanted.version
     return JSONResponse(
         {
