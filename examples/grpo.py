@@ -197,10 +197,8 @@ class Trainer:
 def advantages_of(rewards: Sequence[float], group_size: int) -> list[float]:
     """How much better than the mean of its group each rollout is, in standard deviations of the group."""
     groups = np.reshape(rewards, (-1, group_size))
-    found: list[float] = (
-        ((groups - groups.mean(1, keepdims=True)) / (groups.std(1, keepdims=True) + 1e-4)).ravel().tolist()
-    )
-    return found
+    better = groups - groups.mean(1, keepdims=True)
+    return [float(value) for value in (better / (groups.std(1, keepdims=True) + 1e-4)).ravel()]
 
 
 def learn(rollouts: Rollouts, trainer: Trainer, options: argparse.Namespace) -> Iterator[Step]:
@@ -242,7 +240,7 @@ def plot(runs: dict[str, list[float]], path: Path) -> None:
         smooth = [statistics.fmean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
         (line,) = axes.plot(range(1, len(rewards) + 1), smooth, label=name)
         axes.plot(range(1, len(rewards) + 1), rewards, color=line.get_color(), alpha=0.3, linewidth=1)
-    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.03))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="upper left")
     figure.savefig(path, dpi=110)
@@ -268,7 +266,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     about = f"use this server; start it with --chat-template {TEMPLATE.name} (default: a server of its own)"
     parser.add_argument("--server", metavar="URL", help=about)
     parser.add_argument("--plot", nargs="+", type=Path, metavar="FILE", help="only draw the rewards of earlier runs")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if min(options.steps, options.groups, options.group_size, options.layers) < 1:
+        parser.error("--steps, --groups, --group-size and --layers must be 1 or more")
+    return options
 
 
 def run(options: argparse.Namespace) -> None:
