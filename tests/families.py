@@ -7,7 +7,7 @@ that rule taken out: what a conversation is compared with, because a session nev
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import trl
@@ -144,7 +144,7 @@ def base_tokenizer(name: str) -> RustTokenizer:
     return RustTokenizer.from_file(str(_NPM / f"tokenizer-{FAMILIES[name].package}/models/tokenizer.json"))
 
 
-@cache
+@lru_cache(maxsize=4)
 def family_tokenizer(name: str) -> Tokenizer:
     family = FAMILIES[name]
     folder = _NPM / f"tokenizer-{family.package}/models"
@@ -157,7 +157,7 @@ def family_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(inner, ends, bos, eos)
 
 
-@cache
+@lru_cache(maxsize=4)
 def family_model(name: str, *, keeping: bool = False) -> ChatModel:
     """The family's chat model. `keeping`: by the template that leaves the past as it is."""
     family = FAMILIES[name]

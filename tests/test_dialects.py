@@ -577,19 +577,15 @@ async def test_a_request_for_a_summary_is_refused_by_name() -> None:
 
 async def test_instructions_are_not_inherited() -> None:
     async with talking() as (client, _):
-        first = (
-            await client.post(
-                "/v1/responses", json={"instructions": "Be brief.", "input": "Hi", "max_output_tokens": 2}
-            )
-        ).json()
-        body = {"input": "More", "previous_response_id": first["id"], "max_output_tokens": 2}
+        short = {"max_output_tokens": 2, "temperature": 0}
+        begun = {"instructions": "Be brief.", "input": "Hi"} | short
+        first = (await client.post("/v1/responses", json=begun)).json()
+        body = {"input": "More", "previous_response_id": first["id"]} | short
         bare = (await client.post("/v1/responses", json=body)).json()
         full = (await client.post("/v1/responses", json=body | {"instructions": "Be brief."})).json()
         session = await open_session(client, history="forest")
         path = f"/sessions/{session}/v1/responses"
-        first = (
-            await client.post(path, json={"instructions": "Be brief.", "input": "Hi", "max_output_tokens": 2})
-        ).json()
+        first = (await client.post(path, json=begun)).json()
         body |= {"previous_response_id": first["id"]}
         assert (await client.post(path, json=body)).json()["usage"]["input_tokens"] == bare["usage"]["input_tokens"]
         again = (await client.post(path, json=body | {"instructions": "Be brief."})).json()

@@ -21,7 +21,7 @@ from holdfast.generation import Sampled
 from tests.effort import THOROUGH
 from tests.families import FAMILIES, Family, base_tokenizer, family_model, family_tokenizer
 
-NUM_CONVERSATIONS = 500 if THOROUGH else 15
+NUM_CONVERSATIONS = 500 if THOROUGH else 8
 
 _WORDS = [
     "a",

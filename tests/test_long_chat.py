@@ -4,19 +4,19 @@ import statistics
 
 from openai import AsyncOpenAI
 
-from holdfast.engine.slab import SlabShape
-from holdfast.engine.torch import load_engine
+from holdfast.config import EngineConfig
+from holdfast.engine.factory import build_engine
 from holdfast.models import GGUFSource
 from tests.serving import Server, default_chat, serving
 
 TURNS = 200
 PREFILLED = "holdfast_generate_prefill_tokens_sum"
 FIRST_TOKEN = "holdfast_time_to_first_token_seconds_sum"  # as the session sees it: without client and door
-SHAPE = SlabShape(recent=128, max_pin=32, prefill_chunk=128, rewind_tokens=64)
+CONFIG = EngineConfig(device="cpu", sessions=2, recent=128, max_pin=32, rewind_tokens=64)
 
 
 async def test_two_hundred_turns_cost_their_new_tokens_and_stateless_ones_do_not(default_source: GGUFSource) -> None:
-    engine = load_engine(default_source, num_slabs=2, shape=SHAPE, device="cpu")
+    engine = build_engine(default_source, CONFIG)
     async with (
         serving(engine, default_chat()) as server,
         AsyncOpenAI(base_url=f"http://{server.http}/v1", api_key="none", max_retries=0) as stateless,
@@ -40,9 +40,9 @@ async def test_two_hundred_turns_cost_their_new_tokens_and_stateless_ones_do_not
             history = usage.total_tokens
             messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
         view = (await stateless._client.get(f"http://{server.http}/sessions/{session}")).json()
-        assert view["history_length"] == history > 10 * SHAPE.recent
+        assert view["history_length"] == history > 10 * CONFIG.recent
         sink, dropped = view["window"]["sink"], view["dropped_tokens"]
-        assert dropped == history - sink - SHAPE.recent
+        assert dropped == history - sink - CONFIG.recent
         assert view["dropped_range"] == [sink, sink + dropped]
         assert reply.usage.model_dump()["holdfast"]["dropped_tokens"] == dropped
         assert max(forwarded[1:]) - min(forwarded[1:]) <= 4  # the digits of the turn's number, a reply that was cut

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -390,8 +391,10 @@ def _asked(device: str, monkeypatch: pytest.MonkeyPatch, *, mac: bool, mlx: bool
     monkeypatch.setattr(factory, "_is_apple_silicon", lambda: mac)
     monkeypatch.setattr(factory, "_has_mlx", lambda: mlx)
     for kind in ("native", "mlx"):
-        monkeypatch.setattr(f"holdfast.engine.{kind}.load_engine", lambda *_, kind=kind, **__: kind)
-    return factory.build_engine(open_model(), EngineConfig(device=device))
+        engine = SimpleNamespace(kind=kind)
+        monkeypatch.setattr(f"holdfast.engine.{kind}.load_engine", lambda *_, engine=engine, **__: engine)
+    found: Any = factory.build_engine(open_model(), EngineConfig(device=device))
+    return found.kind
 
 
 @needs_native

@@ -88,7 +88,6 @@ class LyingUpstream:
         self.mutator = Mutator(seed)
         self.sent: dict[str, Sent] = {}
         self.good: set[str] = set()  # sessions to which the truth is told
-        self.is_honest = True  # at the start, when the backend probes it
         self.vocab_size = model.vocab_size
 
     async def __aenter__(self) -> "LyingUpstream":
@@ -122,7 +121,7 @@ class LyingUpstream:
         except FakeRefusal as exc:
             reply.contents, reply.status = [{"error": {"message": str(exc)}}], 400
         session = headers.get("x-smg-routing-key", "") if path == CHAT else _name(_prompt(body))
-        if self.is_honest or session in self.good:
+        if session in self.good or self._is_probe(method, path, body):
             raw, keeps = reply.encoded(), True
         else:
             raw, keeps = self._spoilt(reply)
@@ -133,6 +132,12 @@ class LyingUpstream:
         writer.write(raw)
         await writer.drain()
         return keeps
+
+    def _is_probe(self, method: str, path: str, body: bytes) -> bool:
+        """Whether the backend asks for itself: a lie would only keep it from sending requests."""
+        return (
+            method == "GET" or path == "/tokenize" or _prompt(body) == [self.vocab_size // part for part in (7, 5, 3)]
+        )
 
     def _spoilt(self, reply: "_Reply") -> tuple[bytes, bool]:
         """The bytes of a bad answer, none for one that never comes, and whether the connection stays open."""
@@ -229,7 +234,6 @@ class BadReplies(Campaign):
     def __init__(self, server: ServerProcess, upstream: LyingUpstream, *, count: int, seed: int) -> None:
         super().__init__(server, count=count, seed=seed)
         self.upstream = upstream
-        upstream.is_honest = False
 
     async def work(self, seed: int) -> None:
         number = random.Random(seed)
