@@ -3,7 +3,7 @@
 What a server must have (0.5.13 or later; `make test-sglang` checks one): `/v1/models`; `/v1/chat/completions` with
 `input_ids`, `logprobs` and `return_meta_info`, whose `meta_info` has `output_token_logprobs` as [logprob, id, ...];
 `/generate` with `input_ids` and `return_logprob`, streamed; with --routing-replay `return_routed_experts` and
-`routed_experts_start_len`, for which it is started with --enable-return-routed-experts. `/detokenize` and `/health`
+`routed_experts_start_len`, for which it is started with --enable-return-routed-experts. `/tokenize` and `/health`
 are used where they are there.
 """
 
