@@ -345,6 +345,7 @@ class Claim:
     @property
     def num_uncomputed(self) -> int:
         """Tokens of the history that the next generation computes again."""
+        self.check_not_closed()
         handle = self.session.handle
         return self._backend.view(handle).num_uncomputed if handle is not None else 0
 
