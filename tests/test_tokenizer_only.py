@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.backends.probe import TokenSample
 from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.tokenizer_check import TokenSample
 from holdfast.backends.upstream import upstream_model_info
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.cli import main

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from holdfast.backends import transport as transports
+from holdfast.backends.probe import probe
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import Transport
-from holdfast.backends.upstream import DecodeQueue, UpstreamBackend, probe, upstream_model_info
+from holdfast.backends.upstream import DecodeQueue, UpstreamBackend, upstream_model_info
 from holdfast.bench.relay_server import ThreadedQueue
 from holdfast.config import UpstreamConfig
 from holdfast.errors import (

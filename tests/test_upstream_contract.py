@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast.backends.upstream import probe
+from holdfast.backends.probe import probe
 from holdfast.errors import InvalidArgument, SessionBusy, SessionNotFound
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.sessions.ports import LogprobKind

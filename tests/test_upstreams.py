@@ -10,13 +10,15 @@ from typing import Any
 import grpc
 import pytest
 
+from holdfast.backends.probe import ProbeReport, TokenSample, probe
 from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.tokenizer_check import TokenSample
 from holdfast.backends.transport import carried_headers
-from holdfast.backends.upstream import UpstreamBackend
+from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chats.samples.certificate import problems
 from holdfast.chats.samples.formats import decode
+from holdfast.config import UpstreamConfig
+from holdfast.errors import UpstreamInvalid
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.testing.fake_servers import FakeSGLang, FakeVLLM
 from holdfast.testing.fake_upstream import FakeModel, FakeUpstream, Fault
@@ -144,6 +146,20 @@ async def test_another_model_after_a_gap_is_not_used_until_the_first_is_back(cha
         async with FakeSGLang(fake_model(), port=first.port):
             await until(lambda: relay.backend.not_ready is None)
             assert (await relay.http.post(chat_path(session), json=said("Hi"))).status_code == 200
+
+
+async def test_of_two_models_that_are_probed_at_once_one_is_used() -> None:
+    async with FakeSGLang(fake_model("one")) as one, FakeSGLang(fake_model("two")) as two:
+        config = UpstreamConfig(upstream=f"{one.url},{two.url}")
+        backend = SGLangBackend(config, upstream_model_info(name="m", vocab_size=fake_model().vocab_size))
+        found = await asyncio.gather(
+            *(probe(backend, server) for server in backend.servers.all), return_exceptions=True
+        )
+        (refused,) = [error for error in found if isinstance(error, UpstreamInvalid)]
+        (used,) = [report for report in found if isinstance(report, ProbeReport)]
+        assert used.model in str(refused)
+        assert backend.known_model == used.model
+        await backend.aclose()
 
 
 @pytest.mark.parametrize(("error", "in_gap"), [(503, 200), (500, 502)])

@@ -68,15 +68,8 @@ async def run(
             body = b'{"error": {"message": "overloaded"}}'
             model.faults.extend([Fault(), Fault(), Fault(status=503, body=body), Fault(), Fault(status=500, body=body)])
         session = (await _json(client, "POST", f"{server.url}/sessions", {"history": history}))["session_id"]
-        place = Place(
-            url=door.url if kind == "header" else f"{door.url}/sessions/{session}",
-            server=door.url,
-            prefix=agents_folder() / agent.name,
-            home=folder / "home",
-            work=folder / "work",
-            scenario=scenario,
-            slow_s=slow_s,
-        )
+        url = door.url if kind == "header" else f"{door.url}/sessions/{session}"
+        place = _place(agent, folder, url=url, server=door.url, scenario=scenario, slow_s=slow_s)
         checks: list[Check] = []
         for command in agent.commands(place):
             if kind == "restart" and checks:
@@ -108,6 +101,10 @@ async def run(
     if record:
         write_recording(record, result, door.turns, folder)
     return result
+
+
+def _place(agent: Agent, folder: Path, **facts: Any) -> Place:
+    return Place(prefix=agents_folder() / agent.name, home=folder / "home", work=folder / "work", **facts)
 
 
 async def _outcome(

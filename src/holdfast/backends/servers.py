@@ -43,6 +43,7 @@ class Server:
     transport: Transport
     is_ready: bool = True
     problem: str = ""  # why it is not used
+    model: str = ""  # what it calls the model; known once it was probed
     unserved: set[str] = field(default_factory=set)  # paths that it was started without
 
     def rank(self, key: str) -> bytes:

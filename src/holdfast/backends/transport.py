@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -229,6 +230,13 @@ class Events:
         self._response.close()
 
 
+def accepted(answer: RawResponse) -> bytes:
+    """The body of a success. Raises UpstreamError for any other answer."""
+    if answer.status != 200:
+        raise refusal(answer.status, answer.body)
+    return answer.body
+
+
 def refusal(status: int, body: bytes, retry_after: str = "") -> HoldfastError:
     """The error for a status other than 200. `retry_after` is the header; a date in it is ignored."""
     text = body[:_SHOWN_BYTES].decode(errors="replace")
@@ -318,13 +326,17 @@ def _is_plain(path: str) -> bool:
     return bool(_PLAIN_PATH.fullmatch(path)) and not {".", ".."} & set(path.split("/"))
 
 
+@lru_cache(maxsize=1024)
+def _may_go(name: str, never: re.Pattern[str]) -> bool:
+    return bool(_NAME.fullmatch(name)) and not never.fullmatch(name)
+
+
 def _kept(headers: Iterable[tuple[str, str]], never: re.Pattern[str]) -> dict[str, str]:
     pairs = [(name.lower(), value) for name, value in headers]
     named = {part.strip().lower() for name, value in pairs if name == "connection" for part in value.split(",")}
     kept: dict[str, str] = {}
     for name, value in pairs:
-        is_carried = _NAME.fullmatch(name) and _VALUE.fullmatch(value)
-        if is_carried and name not in named and not never.fullmatch(name):
+        if name not in named and _may_go(name, never) and _VALUE.fullmatch(value):
             kept.setdefault(name, value)
     return kept
 

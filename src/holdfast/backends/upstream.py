@@ -1,4 +1,4 @@
-"""What all upstream servers have in common: the chat turn, the probe, and parts of the wire formats."""
+"""What all upstream servers have in common: the chat turn, and parts of the wire formats."""
 
 import asyncio
 import json
@@ -6,20 +6,20 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.backends.fields import left_out, parse_fields
+from holdfast.backends.probe import PROBE, ProbeReport, TokenSample, probe
 from holdfast.backends.servers import Server, Servers
-from holdfast.backends.tokenizer_check import TokenSample, check_tokenizer
-from holdfast.backends.transport import RawResponse, affinity, client_headers, forward, refusal
+from holdfast.backends.transport import accepted, affinity, client_headers, forward, refusal
 from holdfast.backends.upstream_sequences import UpstreamSequences
 from holdfast.backends.validation import PAYLOADS, Asked, CheckedReply, decoded
 from holdfast.config import UpstreamConfig
-from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, UpstreamInvalid
+from holdfast.errors import ConfigError, HoldfastError, UpstreamInvalid
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.metrics import Metrics
 from holdfast.sessions.payload import expert_rows, parse_expert_shape, payload_shape
@@ -30,9 +30,6 @@ DEFAULT_CONTEXT = 1 << 20  # where neither the model nor the server tells
 INLINE_BYTES = 64 << 10  # about 50 microseconds of decoding, not worth a pass of the loop
 
 _CLOSE_TIMEOUT_S = 5.0
-_PROBE_TEMPERATURE = 0.5
-_PROBE = "holdfast-probe"
-_SMALLEST_GAP = 0.05  # two logprobs that are closer than this show nothing
 
 TopLogprobs = tuple[tuple[int, float], ...]
 T = TypeVar("T")
@@ -78,7 +75,6 @@ class UpstreamBackend(UpstreamSequences):
         self.servers = Servers(config, lambda server: probe(self, server), self._metrics)
         self.decode_queue = DecodeQueue()
         self.config = config
-        self.upstream_model = ""
         self.logprob_kind = self.default_kind if config.logprob_kind == "auto" else LogprobKind(config.logprob_kind)
         self._extra = _extra(config.upstream_extra)
         self._forwarded = parse_fields(config.forward_fields)
@@ -129,8 +125,8 @@ class UpstreamBackend(UpstreamSequences):
         """As `complete`, on this server and once."""
         ids = list(input_ids)
         sent = {name: value for name, value in body.items() if name in self._forwarded}
-        if self.upstream_model:  # whatever name the client uses: there is only one model
-            sent["model"] = self.upstream_model
+        if server.model:  # whatever name the client uses: there is only one model
+            sent["model"] = server.model
         sent |= self._chat_fields(body, ids, known) | self._extra
         is_rest = self.config.routing_replay == "additional"
         asked = Asked(
@@ -215,8 +211,18 @@ class UpstreamBackend(UpstreamSequences):
         )
         return reply
 
-    def adopt(self, found: "ProbeReport") -> None:
+    @property
+    def known_model(self) -> str:
+        """What the upstream calls its model; "" before the first probe has succeeded."""
+        return self._known.model if self._known else ""
+
+    def check_model(self, name: str) -> None:
+        if self.known_model not in ("", name):
+            raise UpstreamInvalid(f"the upstream serves {name!r}, but {self.known_model!r} is expected; it is not used")
+
+    def adopt(self, found: ProbeReport) -> None:
         """What the first probe found is how the model is from now on; whatever contradicts it later is refused."""
+        self.check_model(found.model)  # again: another server may have been probed meanwhile
         setting, known = self.config.logprob_kind, self._known
         if setting not in ("auto", "unknown", found.logprob_kind) and found.logprob_kind is not LogprobKind.UNKNOWN:
             raise ConfigError(
@@ -235,7 +241,7 @@ class UpstreamBackend(UpstreamSequences):
 
     async def one_token(self, server: Server, prompt: list[int]) -> None:
         """Generate one token from `prompt`, checked as any other."""
-        events, reader = await self._open_stream(server, prompt, SamplingParams(seed=0, max_tokens=1), affinity(_PROBE))
+        events, reader = await self._open_stream(server, prompt, SamplingParams(seed=0, max_tokens=1), affinity(PROBE))
         try:
             data = await events.next()
             if data is None or not reader.read(data).sampled:
@@ -268,99 +274,7 @@ class UpstreamBackend(UpstreamSequences):
 
     async def _ask(self, server: Server, path: str, request: dict[str, Any], decoder: "msgspec.json.Decoder[T]") -> T:
         answer = await server.transport.post(path, request | self._extra, {})
-        return decoded(_accepted(answer), decoder)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeReport:
-    model: str
-    context: int | None
-    logprob_kind: LogprobKind
-
-
-async def probe(backend: UpstreamBackend, server: Server | None = None) -> ProbeReport:
-    """What the server says; the backend keeps the model's name, its context and the kind of its logprobs.
-
-    Raises UpstreamError if the server does not do what we rely on or serves another model than before, ConfigError if
-    it contradicts a setting.
-    """
-    server = server or backend.servers.all[0]
-    cards = decoded(_accepted(await server.transport.request("GET", "/v1/models")), _CARDS).data
-    if not cards:
-        raise UpstreamInvalid("the upstream serves no model")
-    named = backend.upstream_model
-    card = next((card for card in cards if card.id == named), cards[0])
-    if named not in ("", card.id):
-        raise UpstreamInvalid(f"the upstream serves {card.id!r}, but {named!r} is expected; it is not used")
-    backend.upstream_model = card.id
-    try:
-        if backend.sample:
-            await check_tokenizer(server.transport, backend.upstream_model, backend.sample)
-        vocab_size = backend.model.vocab_size
-        prompt = [vocab_size // 7, vocab_size // 5, vocab_size // 3]
-        reply = None
-        if backend.config.upstream_api == "chat":
-            reply = await _one_reply(backend, server, prompt)
-        else:
-            await backend.one_token(server, prompt)
-        kind = await _found_kind(backend, server, prompt)
-        found = ProbeReport(card.id, card.max_model_len, kind)
-        backend.adopt(found)
-        if reply is not None:
-            backend.learn_row_shapes(reply)
-    except BaseException:
-        backend.upstream_model = named
-        raise
-    return replace(found, logprob_kind=backend.logprob_kind)
-
-
-async def _one_reply(backend: UpstreamBackend, server: Server, prompt: list[int]) -> UpstreamReply:
-    """A reply of one token to `prompt`, checked as any other."""
-    request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1, "temperature": 1.0}
-    reply = await backend.complete_on(server, request, prompt, session_id=_PROBE)
-    if reply.completion is None:
-        raise refusal(reply.status, reply.received)
-    return reply
-
-
-class _ModelCard(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _ModelCards(msgspec.Struct):
-    data: list[_ModelCard]
-
-
-_CARDS = msgspec.json.Decoder(_ModelCards)
-
-
-async def _found_kind(backend: UpstreamBackend, server: Server, prompt: list[int]) -> LogprobKind:
-    """Temperature stretches the gap between two logprobs, unless they are taken before it is applied."""
-    try:
-        gap, stretched_gap = [await _gap(backend, server, prompt, t) for t in (1.0, _PROBE_TEMPERATURE)]
-    except (UpstreamInvalid, InvalidArgument) as exc:
-        logger.warning("cannot determine which logprobs the upstream returns: %s", exc)
-        return LogprobKind.UNKNOWN
-    stretched = stretched_gap / gap if gap > _SMALLEST_GAP else 0.0
-    if abs(stretched - 1) < 0.2:
-        return LogprobKind.RAW
-    if abs(stretched * _PROBE_TEMPERATURE - 1) < 0.2:
-        return LogprobKind.SAMPLING
-    return LogprobKind.UNKNOWN
-
-
-async def _gap(backend: UpstreamBackend, server: Server, prompt: list[int], temperature: float) -> float:
-    best = await backend.best_logprobs(server, prompt, temperature)
-    if len(best) < 2:
-        raise UpstreamInvalid("the upstream did not return the two logprobs that were requested")
-    return best[0] - best[1]
-
-
-def _accepted(answer: RawResponse) -> bytes:
-    if answer.status != 200:
-        raise refusal(answer.status, answer.body)
-    return answer.body
+        return decoded(accepted(answer), decoder)
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:

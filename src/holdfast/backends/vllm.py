@@ -53,12 +53,12 @@ class VLLMBackend(UpstreamBackend):
         if GENERATE not in server.unserved:
             request = {"token_ids": prompt, "sampling_params": _sampling(params), **streamed}
             try:
-                events = await server.transport.stream(GENERATE, self._named(request), headers)
+                events = await server.transport.stream(GENERATE, self._named(server, request), headers)
             except NotServed:  # started without --enable-scale-out
                 server.unserved.add(GENERATE)
         if events is None:
             request = {"prompt": prompt, "return_tokens_as_token_ids": True, **_sampling(params), **streamed}
-            events = await server.transport.stream(COMPLETIONS, self._named(request), headers)
+            events = await server.transport.stream(COMPLETIONS, self._named(server, request), headers)
         reader = VLLMReader(
             vocab_size=self._model.vocab_size,
             prompt=prompt,
@@ -69,12 +69,12 @@ class VLLMBackend(UpstreamBackend):
 
     async def best_logprobs(self, server: Server, prompt: list[int], temperature: float) -> list[float]:
         request = {"prompt": prompt, "max_tokens": 1, "temperature": temperature, "logprobs": 2}
-        choices = (await self._ask(server, COMPLETIONS, self._named(request), _COMPLETION_CHUNK)).choices
+        choices = (await self._ask(server, COMPLETIONS, self._named(server, request), _COMPLETION_CHUNK)).choices
         tops = choices[0].logprobs.top_logprobs if choices and choices[0].logprobs else None
         return sorted(((tops and tops[0]) or {}).values(), reverse=True)
 
-    def _named(self, request: dict[str, Any]) -> dict[str, Any]:
-        name = {"model": self.upstream_model} if self.upstream_model else {}
+    def _named(self, server: Server, request: dict[str, Any]) -> dict[str, Any]:
+        name = {"model": server.model} if server.model else {}
         return name | request | self._extra
 
 

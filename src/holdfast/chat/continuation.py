@@ -39,6 +39,11 @@ class Continuation:
         self.max_trim_tokens = int(self._ends.may_differ)
 
     @property
+    def tells_time(self) -> bool:
+        """Whether the template may say what day it is."""
+        return "strftime_now" in self._renderer.template.source
+
+    @property
     def stop_token_ids(self) -> frozenset[int]:
         """Tokens that end an assistant's turn when they are sampled."""
         return self._ends.stops

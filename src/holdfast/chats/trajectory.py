@@ -157,8 +157,7 @@ class Trajectory:
             raise self._too_far(request, root, rules, left)
         new = request.messages[parent.num_messages :]
         if parent is tree.root:
-            again = next((node for node in tree.root.children if list(node.turn.messages) == list(new)), None)
-            at = again.turn.facts.started_at if again else None  # a retry is told the same date
+            at = self._begun_at(new) if continuation.tells_time else None
             prompt = continuation.first(new, request.tools, request.variables, fits, at=at)
         else:
             prompt = continuation.tail(
@@ -179,6 +178,11 @@ class Trajectory:
             is_branch=has_siblings if self.is_forest else parent is not tree.tip,
             is_edited=match.edited is not None and match.edited[0] >= parent.num_messages,
         )
+
+    def _begun_at(self, messages: list[Message]) -> float | None:
+        """When a conversation began with just these messages: a retry is told the same date."""
+        again = (node.turn for node in self.tree.root.children if list(node.turn.messages) == messages)
+        return next((turn.facts.started_at for turn in again), None)
 
     def _too_far(self, request: ChatRequest, root: TemplateInputs, rules: HistoryRules, left: int) -> MessageMismatch:
         first = self.tree.tip.path()[0]

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
+from holdfast.backends.probe import SAMPLE_TEXT, TokenSample
 from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.tokenizer_check import SAMPLE_TEXT, TokenSample
 from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import DEFAULT_CONTEXT, UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend

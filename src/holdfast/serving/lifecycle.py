@@ -180,6 +180,10 @@ async def _endpoints(
     keys: Keys,
 ) -> AsyncIterator[ServerAddresses]:
     is_draining = False
+
+    def not_ready() -> str | None:
+        return "draining" if is_draining else storage.journal.health or backend.not_ready
+
     http = None
     calls: list[RunningCalls] = []
     backend.start()
@@ -190,15 +194,8 @@ async def _endpoints(
         grpc_server = create_server(runtime, transfers, admission, config, keys)
         calls.append(grpc_server.running)
         if config.http:
-            app = create_app(
-                runtime,
-                config,
-                chats=chats,
-                transfers=transfers,
-                upstream=upstream,
-                keys=keys,
-                not_ready=lambda: "draining" if is_draining else storage.journal.health or backend.not_ready,
-            )
+            served: dict[str, Any] = {"chats": chats, "transfers": transfers, "upstream": upstream, "keys": keys}
+            app = create_app(runtime, config, not_ready=not_ready, **served)
             http = _http_server(app, config, runtime.metrics)
             calls.append(app.running)
         gc.collect()
