@@ -220,6 +220,9 @@ async def further_turns(server: Server, wanted: dict[str, Any]) -> dict[str, Any
     }
 
 
+ADDED = {"summary": "BLOB", "rested_at": "REAL", "name": "TEXT"}  # columns of sessions that came after version 2
+
+
 def rows(database: Path) -> dict[str, list[dict[str, Any]]]:
     """The journal's own rows in plain values. Sums, and numbers that only link rows, are left out."""
     kinds = {"given": "i", "sampled": "i", "tokens": "i", "logprobs": "d", "sampling_logprobs": "d"}
@@ -236,17 +239,22 @@ def rows(database: Path) -> dict[str, list[dict[str, Any]]]:
         connection.row_factory = sqlite3.Row
         for table, order in (("sessions", "number"), ("spans", "step"), ("turns", "rowid"), ("bodies", "id")):
             found[table] = [
-                {name: plain(value(name, row[name])) for name in row.keys() if name != "checksum"}  # noqa: SIM118
+                {
+                    name: plain(value(name, row[name]))
+                    for name in row.keys()  # noqa: SIM118
+                    if name not in {"checksum", *ADDED}
+                }
                 for row in connection.execute(f"SELECT * FROM {table} ORDER BY {order}")
             ]
     return found
 
 
-def schema(database: Path) -> list[str]:
+def schema(database: Path) -> set[str]:
+    """How tables and indexes are made, without the columns that were added."""
     with closing(sqlite3.connect(f"file:{database}?mode=ro&immutable=1", uri=True)) as connection:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name").fetchall()
-    return [f"version {version}", *(" ".join(sql.split()) for (sql,) in found)]
+        found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    added = "".join(f", {name} {kind}" for name, kind in ADDED.items())
+    return {" ".join(sql.replace(added, "").split()) for (sql,) in found}
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +333,7 @@ async def test_an_import_writes_the_rows_that_an_earlier_version_wrote(tmp_path:
     async with golden_server(fresh) as server, http_of(server, OWNERS[0]) as http:
         response = await http.post("/sessions/import", content=(GOLDEN / "chat.holdfast").read_bytes())
         session_id = response.json()["session_id"]
-    assert schema(fresh / "journal.db") == expected["schema"]
+    assert schema(fresh / "journal.db") > set(expected["schema"][1:])
     numbering = {"session", "request", "response", "step", "ticket_key", "body_hash", "num_control"}
 
     def turns(of: dict[str, Any], session: str) -> list[dict[str, Any]]:

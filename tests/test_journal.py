@@ -1038,7 +1038,8 @@ async def test_an_older_database_is_brought_up_to_date_with_all_it_holds(tmp_pat
     with contextlib.closing(sqlite3.connect(path)) as plain:
         plain.execute("ATTACH ? AS new", (str(tmp_path / "new" / "journal.db"),))
         for table in ("sessions", "bodies", "turns", "spans"):
-            plain.execute(f"INSERT INTO main.{table} SELECT * FROM new.{table}")
+            columns = ", ".join(row[1] for row in plain.execute(f"PRAGMA main.table_info({table})"))
+            plain.execute(f"INSERT INTO main.{table} SELECT {columns} FROM new.{table}")
         plain.commit()
     async with opened(tmp_path) as journal:
         [found] = journal.load()

@@ -23,7 +23,7 @@ from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
 from holdfast.metrics import Metrics
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
-from holdfast.serving.lifecycle import open_storage
+from holdfast.serving.storage import open_storage
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.testing.fake_engine import FakeEngine
 from tests import serving as servers

@@ -305,8 +305,8 @@ async def test_weights_change_under_load_and_every_token_has_the_right_version(t
 
         async def chat(sessions: Sequence[str], *, is_streamed: bool) -> None:
             nonlocal num_turns
-            for session in itertools.cycle(sessions):
-                if is_over.is_set():
+            for number, session in enumerate(itertools.cycle(sessions)):
+                if is_over.is_set() and number >= len(sessions):
                     return
                 body = said("Hi", max_tokens=24, stream=is_streamed, temperature=1)
                 response = await client.post(chat_path(session), json=body)

@@ -63,10 +63,23 @@ class ServeConfig:
     )
     idle_ttl_s: float = option(0.0, "seconds after which an idle session is closed; 0: never")
     data_dir: str = option("", "directory that keeps sessions across restarts; empty: they end with the process")
+    journal: str = option(
+        "", "PostgreSQL database that keeps sessions in place of --data-dir, and that several servers may share"
+    )
+    blobs: str = option(
+        "",
+        "directory, or URL of an object store, for long requests and replies that --journal names but does not hold; "
+        "empty: they are in the database too",
+    )
+    snapshots: str = option(
+        "",
+        "directory, or URL of an object store, for snapshots of sessions that all members of a cluster reach; "
+        "empty: each server's own, in --data-dir",
+    )
     max_parked: int = option(
         10_000,
-        "sessions that may be parked, that is, without a slab; "
-        "beyond this number the least recently used session is evicted",
+        "sessions that may be parked, that is, without a slab; beyond this number the least recently used one rests "
+        "in the journal until it is asked for, or is evicted if there is no journal",
     )
     snapshot_memory_mb: int = option(2048, "memory for snapshots, the caches of parked sessions, in MB")
     snapshot_disk_mb: int = option(16_384, "disk space for snapshots in the data directory, in MB")
@@ -133,7 +146,36 @@ class ServeConfig:
         choices=("names", "spans"),
     )
 
+    member: str = option(
+        "", "this server's name in its cluster; a server that starts under a name replaces the one before"
+    )
+    lease_s: float = option(
+        10.0, "seconds without a sign of life after which other members take over the sessions of one"
+    )
+    advertise: str = option(
+        "",
+        "host name or address under which other members reach this server; "
+        "empty: the host of --http and --grpc, or the name of this machine where they are all interfaces",
+        metavar="HOST",
+    )
+    peer_http: str = option("", "further address of the HTTP endpoint, for other members alone; empty: --http")
+    peer_grpc: str = option("", "further address of the gRPC endpoint, for other members alone; empty: --grpc")
+    peer_ca: str = option("", "certificates that other members' are checked against, a PEM file; empty: the system's")
+    workers: int = option(
+        1, "servers on this machine that share the addresses and --journal, which more than one need", least=1
+    )
+
     def __post_init__(self) -> None:
+        if self.journal and self.data_dir:
+            raise ConfigError("sessions are kept in one place: pass --journal or --data-dir, not both")
+        if self.journal and not self.journal.startswith(("postgresql://", "postgres://")):
+            raise ConfigError("journal must be the URL of a PostgreSQL database, postgresql://USER@HOST/DATABASE")
+        if self.lease_s < 1:
+            raise ConfigError("lease_s must be at least 1")
+        if self.workers > 1 and not self.journal:
+            raise ConfigError("--workers needs --journal postgresql://...: one data directory serves one process")
+        if self.blobs and not self.journal:
+            raise ConfigError("--blobs needs --journal: a data directory keeps long replies in files of its own")
         try:
             datetime.date.fromisoformat(self.sunset)
         except ValueError as exc:
@@ -289,7 +331,7 @@ VARIABLES = {  # every environment variable of ours: one for each setting, and t
     *("HOLDFAST_API_KEY", "HOLDFAST_SERVER"),
     "HOLDFAST_NATIVE",
     *("HOLDFAST_CONFORMANCE_SERVER", "HOLDFAST_REQUIRE_CONFORMANCE", "HOLDFAST_TEST_VLLM"),
-    "HOLDFAST_TEST_SGLANG",
+    *("HOLDFAST_TEST_SGLANG", "HOLDFAST_TEST_POSTGRES"),
 }
 _SECTIONS = {  # of the help, by the field that begins one
     "grpc": "addresses and security",
@@ -297,17 +339,27 @@ _SECTIONS = {  # of the help, by the field that begins one
     "drain_s": "limits",
     "deprecation_headers": "HTTP responses and logs",
     "backend": "backend",
+    "member": "cluster",
     "chat_template": "chat",
     "device": "engine",
     "upstream": "upstream",
 }
 _METAVARS = {  # by the name of a field, or by its last word
     **dict.fromkeys(("grpc", "http"), "HOST:PORT"),
-    **dict.fromkeys(("chat_template", "file", "cert", "tls_key"), "FILE"),
+    **dict.fromkeys(("chat_template", "file", "cert", "tls_key", "ca"), "FILE"),
+    **dict.fromkeys(("blobs", "snapshots"), "DIR|URL"),
     **dict.fromkeys(("sink", "recent", "pin", "chunk", "tokens", "length"), "TOKENS"),
     **dict.fromkeys(("kwargs", "extra"), "JSON"),
     **{"dir": "DIR", "s": "SECONDS", "mb": "MB", "days": "DAYS", "sunset": "DATE", "version": "VERSION"},
-    **{"name": "NAME", "matcher": "NAME", "model": "MODEL", "upstream": "URL", "key": "KEY"},
+    **{
+        "name": "NAME",
+        "matcher": "NAME",
+        "model": "MODEL",
+        "upstream": "URL",
+        "journal": "URL",
+        "member": "NAME",
+        "key": "KEY",
+    },
     **{"passthrough": "ROUTES", "fields": "FIELDS", "origin": "ORIGIN", "hosts": "HOSTS"},
 }
 

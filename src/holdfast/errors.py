@@ -18,6 +18,7 @@ HoldfastError
 ├── ModelNotFound            another model than the one that is served
 ├── ResponseNotFound         a response or conversation that is not, or no longer, kept
 ├── SessionNotFound          unknown, closed, expired or evicted
+├── SessionElsewhere         another member of the cluster owns the session
 ├── SessionBusy              one operation at a time
 ├── WeightsBusy              other weights are being loaded
 ├── IdempotencyMismatch      a key that was used for another request
@@ -38,6 +39,8 @@ HoldfastError
 │   └── UpstreamUnavailable  no upstream is there at this moment; nothing was sent
 ├── StorageUnavailable       something on record cannot be read, or is damaged
 │   └── JournalFailed        what should have been recorded was not; nothing of it is on record
+│       ├── RecordUncertain  whether it was recorded is not known; the journal alone can tell
+│       └── Fenced           this server's lease ended and others may have its sessions: it must stop
 ├── Unimplemented            the wire has it, this build does not yet
 ├── StreamStalled            the client did not read its stream, which was cancelled
 ├── Draining                 the server or its engine is going away
@@ -177,6 +180,21 @@ _WHY = {
 }
 
 
+class SessionElsewhere(HoldfastError):
+    """`member` is the name of the one that owns the session."""
+
+    code = "session_elsewhere"
+
+    def __init__(self, session_id: str, member: str) -> None:
+        super().__init__(f"session {session_id} is owned by {member}, another member of the cluster; send it there")
+        self.session_id = session_id
+        self.member = member
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {"session_id": self.session_id, "member": self.member}
+
+
 class SessionBusy(HoldfastError):
     """`turn_id`: the turn that is in the way, where it has a name."""
 
@@ -299,6 +317,14 @@ class StorageUnavailable(HoldfastError):
 
 class JournalFailed(StorageUnavailable):
     code = "journal_failed"
+
+
+class RecordUncertain(JournalFailed):
+    pass
+
+
+class Fenced(JournalFailed):
+    code = "fenced"
 
 
 class Unimplemented(HoldfastError):

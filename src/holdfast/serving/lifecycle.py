@@ -3,17 +3,14 @@
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import math
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -27,7 +24,7 @@ from holdfast.chats.trajectory import HistoryRules
 from holdfast.chats.turn import ChatSetup, TurnSource
 from holdfast.chats.upstream_turn import generate_on, relay_to
 from holdfast.config import ChatConfig, ServeConfig
-from holdfast.errors import ConfigError, EngineDied, HoldfastError, StorageUnavailable
+from holdfast.errors import ConfigError, EngineDied, HoldfastError
 from holdfast.metrics import Metrics
 from holdfast.serving.grpc import GrpcServer, create_server
 from holdfast.serving.http import Upstream, create_app
@@ -41,13 +38,9 @@ from holdfast.serving.http.connections import (
 from holdfast.serving.http.web_pages import read_origins
 from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
 from holdfast.serving.running_calls import RunningCalls
+from holdfast.serving.storage import Storage, open_storage
 from holdfast.sessions.admission import Admission
-from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
-from holdfast.sessions.journal.files import write_file
-from holdfast.sessions.journal.schema import room_advice, salvage_advice
-from holdfast.sessions.journal.snapshots import SnapshotStore
-from holdfast.sessions.journal.sqlite import SqliteJournal
-from holdfast.sessions.ports import ModelInfo, ServedBackend
+from holdfast.sessions.ports import ServedBackend
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
@@ -58,8 +51,6 @@ _WATCH_INTERVAL_S = 0.25
 _PURGE_INTERVAL_S = 3600.0
 _END_S = 0.5  # for responses on their way, once nothing runs any more
 _DAY_S = 86_400
-_MB = 1024 * 1024
-_MODEL = "model.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +68,6 @@ class Chat:
     model: ChatModel
     config: ChatConfig
     upstream: Upstream | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    journal: Journal
-    snapshots: SnapshotStore
-    stored: tuple[StoredSession, ...] = ()
 
 
 async def serve(
@@ -339,62 +323,3 @@ async def _watch(backend: ServedBackend, grpc_server: GrpcServer, metrics: Metri
         metrics.event_loop_lag.observe(max(0.0, time.perf_counter() - started - _WATCH_INTERVAL_S))
         if backend.failure is not None:
             raise EngineDied(f"the engine died: {type(backend.failure).__name__}: {backend.failure}")
-
-
-# Data on disk
-
-
-@contextlib.contextmanager
-def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Iterator[Storage]:
-    """Blocks while it checks and reads what is there. Without a data directory nothing outlives the context.
-
-    A directory belongs to the tokenizer that it was first used with: under another one its tokens would say something
-    else, so that is refused.
-    """
-    memory = config.snapshot_memory_mb * _MB
-    if not config.data_dir:
-        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-            snapshots = SnapshotStore(Path(folder), budget_bytes=0, memory_budget_bytes=memory)
-            yield Storage(NoJournal(), snapshots)
-        return
-    directory = Path(config.data_dir).expanduser()
-    noted = _noted_model(directory)
-    if noted and model.tokenizer_hash and noted["tokenizer_hash"] != model.tokenizer_hash:
-        raise ConfigError(
-            f"the data directory {directory} was used with {noted['name']!r}, which has another tokenizer than "
-            f"{model.name!r}; use another --data-dir, or serve that model"
-        )
-    journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
-    metrics.journal_cut_commits.set(journal.num_cut_commits)
-    try:
-        stored = tuple(journal.load())
-        if noted is None and model.tokenizer_hash:
-            if stored:
-                logger.warning("%s has no %s: its sessions are taken for those of %s", directory, _MODEL, model.name)
-            facts = {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
-            write_file(directory / _MODEL, json.dumps(facts).encode())
-        snapshots = SnapshotStore(
-            directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB, memory_budget_bytes=memory
-        )
-    except OSError as exc:
-        raise ConfigError(f"cannot use the data directory {directory}: {exc}. {room_advice(directory)}") from exc
-    except StorageUnavailable as exc:
-        raise ConfigError(f"{exc}. {salvage_advice(directory)}") from exc
-    yield Storage(journal, snapshots, stored)
-
-
-def _noted_model(directory: Path) -> dict[str, str] | None:
-    """The model that the directory was first used with; None where none is noted."""
-    try:
-        content = (directory / _MODEL).read_bytes()
-        if not content.strip(b"\0"):  # the power failed before it was on disk
-            return None
-        facts = json.loads(content)
-        return {name: str(facts[name]) for name in ("name", "tokenizer_hash")}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(
-            f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc}); delete this file if you are sure "
-            "that the directory was used with the same model"
-        ) from exc

@@ -175,6 +175,8 @@ STATUS = {
     "paused": grpc.StatusCode.UNAVAILABLE,
     "payload_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "journal_failed": grpc.StatusCode.UNAVAILABLE,
+    "fenced": grpc.StatusCode.UNAVAILABLE,
+    "session_elsewhere": grpc.StatusCode.UNAVAILABLE,
     "storage_unavailable": grpc.StatusCode.UNAVAILABLE,
     "upstream_invalid": grpc.StatusCode.UNAVAILABLE,
     "upstream_unreachable": grpc.StatusCode.UNAVAILABLE,

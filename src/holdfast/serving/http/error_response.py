@@ -43,6 +43,8 @@ STATUS = {
     "samples_unusable": 422,
     "paused": 503,
     "journal_failed": 503,
+    "fenced": 503,
+    "session_elsewhere": 421,
     "storage_unavailable": 503,
     "recompute_too_long": 409,
     "payload_too_large": 413,

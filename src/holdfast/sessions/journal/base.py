@@ -5,6 +5,7 @@ float64 logprobs (`array("d")`); they must not change once they were handed over
 """
 
 import asyncio
+import itertools
 import math
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from holdfast.errors import InvalidArgument, SessionNotFound
 from holdfast.sessions.record import TurnRecord
 
 SessionKind = Literal["tokens", "chat", "forest"]  # the last two are chats: a forest holds many conversations
+MemberState = Literal["serving", "draining", "left", "dead"]
 
 _PURGE_CHUNK = 64  # sessions deleted in one commit: turns of others come in between
 
@@ -39,6 +41,7 @@ class SessionOpened:
     owner: str
     created_at: float
     kind: SessionKind = "tokens"
+    name: str = ""  # under which its owner finds it; no two open sessions of an owner have the same
     label: str = ""
     group: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -113,6 +116,25 @@ class Pinned:
     sink: int
 
 
+class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a list shows of a session without reading its history. Pairs are spans and tokens."""
+
+    history_length: int
+    given: tuple[int, int]
+    sampled: tuple[int, int]
+    num_turns: int = 0
+    num_rewinds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRested:
+    """The session left the memory of its server. `summary` holds until something else is recorded of the session."""
+
+    session_id: str
+    at: float
+    summary: SessionSummary
+
+
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
     """`why`: closed, expired or evicted. What is on record stays until it is purged."""
@@ -138,6 +160,7 @@ Entry = (
     | TurnDelivered
     | Rewarded
     | Pinned
+    | SessionRested
     | SessionClosed
     | SessionPurged
 )
@@ -203,8 +226,68 @@ class ClosedSession:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class ListedSession:
+    """An open session without its steps. `summary` is None where it does not hold any more, or was never recorded.
+
+    `member` is the name of the member of a cluster that owns it; empty: none does, or there is no cluster.
+    """
+
+    opened: SessionOpened
+    reward: float | None
+    summary: SessionSummary | None
+    rested_at: float | None
+    member: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A server of a cluster, as its row tells. `http` and `grpc` are addresses that other members reach, or empty."""
+
+    name: str
+    epoch: int  # how often a server has joined under this name: an earlier one is fenced
+    http: str = ""
+    grpc: str = ""
+    has_tls: bool = False
+    version: str = ""  # of Holdfast
+    state: MemberState = "serving"
+    room: int = 0  # sessions that it can take without parking another
+    num_sessions: int = 0  # that it has in memory
+    joined_at: float = 0.0
+    lease_left_s: float = 0.0  # by the database's clock; 0 or less: it has expired, and anyone may mark the member dead
+
+
+class Members(Protocol):
+    """The members that share a journal, and this server's place among them. Used on one event loop."""
+
+    @property
+    def name(self) -> str:
+        """This member's."""
+
+    @property
+    def lease_ends_at(self) -> float:
+        """Until when, by `time.monotonic()`, this member's lease is valid for sure. After that it must tell nothing of
+        its sessions until the lease is renewed."""
+
+    async def join(self, member: Member) -> None:
+        """Take the name of `member`, whose earlier holder is fenced from now on; its sessions become ours."""
+
+    async def renew(self, *, state: MemberState, room: int, num_sessions: int) -> None:
+        """Raises Fenced where this member was marked dead or replaced, and StorageUnavailable where the database does
+        not answer. A lease that has expired is renewed as long as nobody has marked the member dead."""
+
+    async def all(self) -> list[Member]:
+        """By name; those that left are not among them."""
+
+    async def owner_of(self, session_id: str) -> Member | None:
+        """The member that owns the session, dead or alive; None where none does. Raises SessionNotFound."""
+
+    async def leave(self) -> None:
+        """This member's sessions are free at once, all of them. Nothing can be written afterwards."""
+
+
 class Journal(Protocol):
-    """Used on one event loop. `load` and `closed` block: for start-up, or in a thread."""
+    """Used on one event loop. `closed` blocks: in a thread."""
 
     @property
     def keeps_bodies(self) -> bool:
@@ -225,11 +308,42 @@ class Journal(Protocol):
         """Why writing fails at present; None where it does not, as far as is known."""
 
     @property
+    def members(self) -> Members | None:
+        """None where this server has the journal to itself."""
+
+    @property
     def last_number(self) -> int:
         """The highest number of a session on record. Blocks for a moment."""
 
     def load(self) -> Iterator[StoredSession]:
         """All sessions that are not closed, by number."""
+
+    async def next_number(self) -> int:
+        """Of a session that is about to be made; higher than all before."""
+
+    async def acquire(self, session_id: str) -> StoredSession:
+        """As `read_session`; from now on this server alone may write the session, unless it is closed.
+
+        Raises SessionElsewhere where another member that is alive owns it.
+        """
+
+    async def release(self, session_ids: Sequence[str]) -> None:
+        """Others may acquire these sessions. Everything that was written of them before is on disk."""
+
+    async def find_named(self, owner: str, name: str) -> str | None:
+        """The id of the owner's open session of that name."""
+
+    async def list_open(
+        self, owner: str, *, after: int = 0, label: str | None = None, limit: int = 1000
+    ) -> list[ListedSession]:
+        """The owner's open sessions by number, from the one after number `after` on, at most `limit`."""
+
+    async def count_open(self, owner: str) -> int:
+        """How many open sessions the owner has."""
+
+    async def rested(self, before: float, limit: int = 1000) -> list[tuple[str, str]]:
+        """Id and owner of open sessions that came to rest before that time and that no other member owns. A session
+        that never rested counts from when it was made."""
 
     def closed(self) -> Iterator[ClosedSession]:
         """Sessions that were closed and not yet purged, those closed last at the end."""
@@ -262,6 +376,10 @@ class NoJournal:
     keeps_bodies: bool = False
     health: str | None = None
     last_number: int = 0
+    members: Members | None = None
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
 
     async def write(self, *entries: Entry) -> None:
         pass
@@ -271,6 +389,29 @@ class NoJournal:
 
     def load(self) -> Iterator[StoredSession]:
         return iter(())
+
+    async def next_number(self) -> int:
+        return next(self._numbers)
+
+    async def acquire(self, session_id: str) -> StoredSession:
+        raise SessionNotFound(session_id)
+
+    async def release(self, session_ids: Sequence[str]) -> None:
+        pass
+
+    async def find_named(self, owner: str, name: str) -> str | None:
+        return None
+
+    async def list_open(
+        self, owner: str, *, after: int = 0, label: str | None = None, limit: int = 1000
+    ) -> list[ListedSession]:
+        return []
+
+    async def count_open(self, owner: str) -> int:
+        return 0
+
+    async def rested(self, before: float, limit: int = 1000) -> list[tuple[str, str]]:
+        return []
 
     def closed(self) -> Iterator[ClosedSession]:
         return iter(())

@@ -5,6 +5,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import StorageUnavailable
 from holdfast.sessions.journal.base import (
     Entry,
@@ -15,6 +17,7 @@ from holdfast.sessions.journal.base import (
     SessionClosed,
     SessionOpened,
     SessionPurged,
+    SessionRested,
     TokensGiven,
     TokensSampled,
     TurnDelivered,
@@ -84,6 +87,9 @@ class Recorder:
                 self._change_turn(entry.session_id, number, reward=entry.reward + 0.0)
             case Pinned():
                 self._change_session(entry.session_id, sink=entry.sink)
+            case SessionRested():
+                self.flush()
+                self._rest(entry)
             case SessionClosed():
                 self._change_session(entry.session_id, closed_why=entry.why, closed_at=float(entry.at) + 0.0)
             case SessionPurged():
@@ -117,7 +123,7 @@ class Recorder:
             json.dumps([entry.forked_from.session_id, entry.forked_from.turns]) if entry.forked_from else None,
         )
         state = (entry.sink, None, None, None)
-        values = (*fields, row_checksum(fields, state), *state)
+        values = (*fields, row_checksum(fields, state), *state, None, None, entry.name or None)
         self._connection.execute(f"INSERT INTO sessions VALUES ({', '.join('?' * len(values))})", values)
         if entry.forked_from:
             self.flush()
@@ -178,6 +184,18 @@ class Recorder:
         if cursor.rowcount != len(turns):
             for session_id, number in turns:
                 self._change_turn(session_id, number, is_delivered=1)
+
+    def _rest(self, entry: SessionRested) -> None:
+        """The summary names the last step that it counts: once there is another, it does not hold any more."""
+        last = self._connection.execute(
+            "SELECT max(ifnull((SELECT max(step) FROM spans WHERE session = ?1), 0),"
+            " ifnull((SELECT step FROM turns WHERE session = ?1 ORDER BY number DESC LIMIT 1), 0))",
+            (entry.session_id,),
+        ).fetchone()[0]
+        summary = msgspec.msgpack.encode((last, entry.summary))
+        self._connection.execute(
+            "UPDATE sessions SET summary = ?, rested_at = ? WHERE id = ?", (summary, entry.at, entry.session_id)
+        )
 
     def _purge(self, session_id: str) -> None:
         bodies = self._connection.execute(

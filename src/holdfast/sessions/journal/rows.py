@@ -5,12 +5,16 @@ import sqlite3
 import zlib
 from collections.abc import Sequence
 
+import msgspec
+
 from holdfast.errors import SessionNotFound, StorageUnavailable
 from holdfast.sessions.journal.base import (
     ClosedSession,
     ForkedFrom,
     HistoryRewound,
+    ListedSession,
     SessionOpened,
+    SessionSummary,
     Step,
     StoredSession,
     TokensGiven,
@@ -102,6 +106,48 @@ def open_ids(connection: sqlite3.Connection) -> list[str]:
     return [row["id"] for row in select(connection, query)]
 
 
+def named(connection: sqlite3.Connection, owner: str, name: str) -> str | None:
+    query = "SELECT id FROM sessions WHERE owner = ? AND name = ? AND closed_at IS NULL"
+    return next((row["id"] for row in select(connection, query, owner, name)), None)
+
+
+def listed(
+    connection: sqlite3.Connection, owner: str, *, after: int, label: str | None, limit: int
+) -> list[ListedSession]:
+    query = (
+        "SELECT *, (SELECT max(step) FROM spans WHERE session = id) AS last_span,"
+        " (SELECT step FROM turns WHERE session = id ORDER BY number DESC LIMIT 1) AS last_turn FROM sessions"
+        " WHERE owner = ?1 AND number > ?2 AND closed_at IS NULL AND (?3 IS NULL OR label = ?3)"
+        " ORDER BY number LIMIT ?4"
+    )
+    return [
+        ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"])
+        for row in select(connection, query, owner, after, label, limit)
+    ]
+
+
+def summary_of(row: sqlite3.Row) -> SessionSummary | None:
+    """What was recorded of a session when it came to rest, if nothing was recorded since."""
+    try:
+        step, summary = msgspec.msgpack.decode(row["summary"] or b"", type=tuple[int, SessionSummary])
+    except msgspec.DecodeError:
+        return None
+    return summary if step == max(row["last_span"] or 0, row["last_turn"] or 0) else None
+
+
+def num_open(connection: sqlite3.Connection, owner: str) -> int:
+    query = "SELECT count(*) AS num FROM sessions WHERE owner = ? AND closed_at IS NULL"
+    return int(select(connection, query, owner)[0]["num"])
+
+
+def rested(connection: sqlite3.Connection, before: float, limit: int) -> list[tuple[str, str]]:
+    query = (
+        "SELECT id, owner FROM sessions WHERE closed_at IS NULL AND ifnull(rested_at, created_at) < ?"
+        " ORDER BY ifnull(rested_at, created_at) LIMIT ?"
+    )
+    return [(row["id"], row["owner"]) for row in select(connection, query, before, limit)]
+
+
 def closed_sessions(connection: sqlite3.Connection, *, before: float | None = None) -> list[ClosedSession]:
     query = (
         "SELECT id, owner, closed_why, closed_at FROM sessions"
@@ -184,6 +230,7 @@ def opened_of(row: sqlite3.Row) -> tuple[SessionOpened, str | None]:
         created_at=row["created_at"],
         forked_from=ForkedFrom(source, tuple(turns)) if source else None,
         sink=row["sink"],
+        name=row["name"] or "",
     )
     return opened, None
 

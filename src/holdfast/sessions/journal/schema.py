@@ -56,6 +56,21 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX bodies_by_place ON bodies (segment, start) WHERE segment IS NOT NULL",
         "CREATE INDEX sessions_closed ON sessions (closed_at) WHERE closed_at IS NOT NULL",
     ),
+    (
+        # What a server asks that reads a session only when it is asked for. Of the names that were in the metadata,
+        # the first open session of an owner has it.
+        "ALTER TABLE sessions ADD COLUMN summary BLOB",
+        "ALTER TABLE sessions ADD COLUMN rested_at REAL",
+        "ALTER TABLE sessions ADD COLUMN name TEXT",
+        """UPDATE sessions SET name = json_extract(metadata, '$."holdfast-session"')
+            WHERE closed_at IS NULL AND json_valid(metadata)""",
+        """UPDATE sessions SET name = NULL WHERE EXISTS (SELECT 1 FROM sessions AS other
+            WHERE other.owner = sessions.owner AND other.name = sessions.name AND other.number < sessions.number)""",
+        "CREATE UNIQUE INDEX sessions_by_name ON sessions (owner, name) WHERE name IS NOT NULL AND closed_at IS NULL",
+        "CREATE INDEX sessions_by_number ON sessions (number)",
+        "CREATE INDEX sessions_of_owner ON sessions (owner, number) WHERE closed_at IS NULL",
+        "CREATE INDEX sessions_rested ON sessions (ifnull(rested_at, created_at)) WHERE closed_at IS NULL",
+    ),
 )
 
 

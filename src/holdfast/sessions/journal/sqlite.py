@@ -14,7 +14,15 @@ from typing import TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
 from holdfast.sessions.journal import rows
-from holdfast.sessions.journal.base import ClosedSession, Entry, SessionPurged, StoredSession, purge
+from holdfast.sessions.journal.base import (
+    ClosedSession,
+    Entry,
+    ListedSession,
+    Members,
+    SessionPurged,
+    StoredSession,
+    purge,
+)
 from holdfast.sessions.journal.files import is_same_file, make_private
 from holdfast.sessions.journal.recorder import Recorder
 from holdfast.sessions.journal.schema import DirectoryLock, connect, open_database
@@ -46,6 +54,7 @@ class SqliteJournal:
         self._path = directory / "journal.db"
         self._on_commit = on_commit
         self._health: str | None = None
+        self._last_number: int | None = None
         self._must_reconnect = False
         with contextlib.ExitStack() as undo:
             self._lock = DirectoryLock(directory)
@@ -78,6 +87,10 @@ class SqliteJournal:
         return self._health
 
     @property
+    def members(self) -> Members | None:
+        return None
+
+    @property
     def last_number(self) -> int:
         return self._read(lambda db: int(db.execute("SELECT ifnull(max(number), 0) FROM sessions").fetchone()[0]))
 
@@ -94,6 +107,33 @@ class SqliteJournal:
             if session.failure:
                 logger.error("session %s: %s", session_id, session.failure)
             yield session
+
+    async def next_number(self) -> int:
+        if self._last_number is None:
+            self._last_number = await asyncio.to_thread(lambda: self.last_number)
+        self._last_number += 1
+        return self._last_number
+
+    async def acquire(self, session_id: str) -> StoredSession:
+        return await self.read_session(session_id)
+
+    async def release(self, session_ids: Sequence[str]) -> None:
+        pass
+
+    async def find_named(self, owner: str, name: str) -> str | None:
+        return await asyncio.to_thread(self._read, lambda db: rows.named(db, owner, name))
+
+    async def list_open(
+        self, owner: str, *, after: int = 0, label: str | None = None, limit: int = 1000
+    ) -> list[ListedSession]:
+        look = partial(rows.listed, owner=owner, after=after, label=label, limit=limit)
+        return await asyncio.to_thread(self._read, look)
+
+    async def count_open(self, owner: str) -> int:
+        return await asyncio.to_thread(self._read, lambda db: rows.num_open(db, owner))
+
+    async def rested(self, before: float, limit: int = 1000) -> list[tuple[str, str]]:
+        return await asyncio.to_thread(self._read, lambda db: rows.rested(db, before, limit))
 
     def closed(self) -> Iterator[ClosedSession]:
         return iter(self._read(rows.closed_sessions))
