@@ -4,6 +4,8 @@ belong to the model that is served."""
 import contextlib
 import json
 import logging
+import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from holdfast.config import ServeConfig
 from holdfast.errors import ConfigError, StorageUnavailable
+from holdfast.extras import how_to_install
 from holdfast.metrics import Metrics
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
 from holdfast.sessions.journal.files import write_file
@@ -43,7 +46,7 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     if not config.data_dir:
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
             snapshots = SnapshotStore(Path(folder), budget_bytes=0, memory_budget_bytes=memory)
-            yield Storage(NoJournal(), snapshots)
+            yield Storage(_postgres(config, metrics, model) if config.journal else NoJournal(), snapshots)
         return
     directory = Path(config.data_dir).expanduser()
     noted = _noted_model(directory)
@@ -59,8 +62,7 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
         if noted is None and model.tokenizer_hash:
             if stored:
                 logger.warning("%s has no %s: its sessions are taken for those of %s", directory, _MODEL, model.name)
-            facts = {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
-            write_file(directory / _MODEL, json.dumps(facts).encode())
+            write_file(directory / _MODEL, json.dumps(_facts(model)).encode())
         snapshots = SnapshotStore(
             directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB, memory_budget_bytes=memory
         )
@@ -69,6 +71,32 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     except StorageUnavailable as exc:
         raise ConfigError(f"{exc}. {salvage_advice(directory)}") from exc
     yield Storage(journal, snapshots, stored)
+
+
+def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journal:
+    try:
+        from holdfast.sessions.journal.postgres import PostgresJournal
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"--journal needs the package {exc.name}; {how_to_install('postgres')}") from exc
+    return PostgresJournal(
+        config.journal,
+        member=member_name(config),
+        lease_s=config.lease_s,
+        model=_facts(model) if model.tokenizer_hash else None,
+        on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds),
+        on_renewed=metrics.member_renew.observe,
+    )
+
+
+def _facts(model: ModelInfo) -> dict[str, str]:
+    return {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
+
+
+def member_name(config: ServeConfig) -> str:
+    """The same after a restart, so that the server has its sessions back at once; random where the ports are."""
+    address = config.http or config.grpc
+    port = address.rpartition(":")[2]
+    return config.member or f"{socket.gethostname()}:{port if port != '0' else secrets.token_hex(4)}"
 
 
 def _noted_model(directory: Path) -> dict[str, str] | None:

@@ -62,6 +62,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE sessions ADD COLUMN summary BLOB",
         "ALTER TABLE sessions ADD COLUMN rested_at REAL",
         "ALTER TABLE sessions ADD COLUMN name TEXT",
+        "ALTER TABLE sessions ADD COLUMN member TEXT",  # always NULL here; used where servers share a database
         """UPDATE sessions SET name = json_extract(metadata, '$."holdfast-session"')
             WHERE closed_at IS NULL AND json_valid(metadata)""",
         """UPDATE sessions SET name = NULL WHERE EXISTS (SELECT 1 FROM sessions AS other
@@ -69,7 +70,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE UNIQUE INDEX sessions_by_name ON sessions (owner, name) WHERE name IS NOT NULL AND closed_at IS NULL",
         "CREATE INDEX sessions_by_number ON sessions (number)",
         "CREATE INDEX sessions_of_owner ON sessions (owner, number) WHERE closed_at IS NULL",
-        "CREATE INDEX sessions_rested ON sessions (ifnull(rested_at, created_at)) WHERE closed_at IS NULL",
+        "CREATE INDEX sessions_rested ON sessions (coalesce(rested_at, created_at)) WHERE closed_at IS NULL",
     ),
 )
 
