@@ -128,7 +128,7 @@ def test_a_store_that_is_away_is_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("holdfast.sessions.journal.blobs._NUM_RETRIES", 0)
-    with pytest.raises(OSError, match="127.0.0.1:1") as caught:
+    with pytest.raises(OSError, match=r"127\.0\.0\.1:1") as caught:
         open_blobs("s3://bucket/path").get(KEYS[0])
     assert "\n" not in str(caught.value)
 
