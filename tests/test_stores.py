@@ -122,7 +122,6 @@ def test_without_obstore_the_error_says_how_to_install_it(monkeypatch: pytest.Mo
 def test_a_store_that_is_away_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "AWS_ENDPOINT": "http://127.0.0.1:1",
-        "AWS_ALLOW_HTTP": "true",
         "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b",
     }.items():

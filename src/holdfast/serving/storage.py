@@ -52,7 +52,11 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
             f"the data directory {directory} was used with {noted['name']!r}, which has another tokenizer than "
             f"{model.name!r}; use another --data-dir, or serve that model"
         )
-    journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
+    journal = SqliteJournal(
+        directory,
+        on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds),
+        on_damage=lambda: metrics.journal_damaged.set(1),
+    )
     metrics.journal_cut_commits.set(journal.num_cut_commits)
     try:
         stored = tuple(journal.load())

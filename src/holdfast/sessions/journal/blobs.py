@@ -58,6 +58,7 @@ def open_blobs(text: str) -> BlobStore:
         raise ConfigError(f"{url.scheme}:// needs the package obstore; {how_to_install('objects')}") from exc
     try:
         options: Any = {"timeout": _TIMEOUT, "connect_timeout": timedelta(seconds=5)}
+        options["allow_http"] = True  # for an endpoint that AWS_ENDPOINT or the like gives as http://
         retries: Any = {"max_retries": _NUM_RETRIES, "retry_timeout": _TIMEOUT}
         store = from_url(text, client_options=options, retry_config=retries)
     except Exception as exc:
@@ -110,7 +111,10 @@ class ObjectBlobs:
 
     def put(self, key: str, content: bytes) -> None:
         place = _place(key)
-        _translated(lambda: self._store.put(place, content))
+        try:
+            _translated(lambda: self._store.put(place, content))
+        except FileNotFoundError as exc:  # there is no such bucket
+            raise OSError(str(exc)) from exc
 
     def get(self, key: str) -> bytes:
         place = _place(key)
@@ -143,8 +147,8 @@ def _place(key: str) -> str:
 def _translated(call: Callable[[], T]) -> T:
     try:
         return call()
-    except FileNotFoundError:
-        raise
+    except FileNotFoundError as exc:
+        raise FileNotFoundError(_first_line(exc)) from exc
     except Exception as exc:
         raise OSError(_first_line(exc)) from exc
 
