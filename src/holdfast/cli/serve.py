@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import logging
 import shlex
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +23,8 @@ from holdfast.chat.chat_model import load_chat
 from holdfast.cli.checks import require_fit
 from holdfast.cli.client import own_command
 from holdfast.cli.supervision import ChildReport, ParentLink
-from holdfast.cli.usage import MODEL_HELP, HelpAll
-from holdfast.cli.workers import run_workers
+from holdfast.cli.usage import MODEL_HELP, HelpAll, refuse_unknown
+from holdfast.cli.workers import PER_WORKER, run_workers
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
@@ -36,6 +36,7 @@ from holdfast.config import (
     check_upstream,
     flag_of,
     from_arguments,
+    given_flags,
 )
 from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, ModelError
@@ -96,6 +97,22 @@ def _add_flags(parser: argparse.ArgumentParser, shown: Container[str] | None = N
         add_flags(parser, cls, shown=shown)
 
 
+def parsed(words: Sequence[str], *, prog: str) -> argparse.Namespace:
+    """The flags of `holdfast serve` in the command line of another command; exits where one is not known."""
+    parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [MODEL] [FLAGS OF holdfast serve]", add_help=False)
+    _add_flags(parser)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        refuse_unknown(parser, words, unknown)
+    return arguments
+
+
+def model_flags(arguments: argparse.Namespace) -> list[str]:
+    """What a parsed command line says besides its settings, as words of another."""
+    name = arguments.model or arguments.verifier_id
+    return [*([f"--model={name}"] if name else []), f"--log-level={arguments.log_level}"]
+
+
 def run(arguments: argparse.Namespace) -> int:
     log = logging.StreamHandler()
     log.addFilter(RepeatLimit())
@@ -129,7 +146,9 @@ def _run(arguments: argparse.Namespace, parent: ParentLink | None = None) -> int
     upstream = from_arguments(UpstreamConfig, arguments)
     check_upstream(server, upstream)
     if server.workers > 1 and parent is None:
-        return run_workers(arguments, server, engine, console)
+        return run_workers(
+            [*model_flags(arguments), *given_flags(arguments, without=PER_WORKER)], server, engine, console
+        )
     source = open_model(name, tokenizer_only=server.backend != "embedded")  # may show a download's progress
     with console.status(f"loading {name}"):
         metrics = Metrics()

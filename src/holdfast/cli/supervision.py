@@ -71,7 +71,7 @@ class ServerChild:
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     report: ChildReport | None = None  # of the process that serves
-    error: str = ""  # why the last process did not serve
+    last_error: str = ""  # why a process did not serve, or stopped serving
     num_starts: int = 0
     num_failures: int = 0  # starts in a row after which it did not serve
     starts_at: float = 0.0  # by time.monotonic()
@@ -84,7 +84,7 @@ class ServerChild:
 
     def start(self) -> None:
         self.num_starts += 1
-        self._told, self.error, self.kill_at = b"", "", None
+        self._told, self.kill_at = b"", None
         ours, theirs = socket.socketpair()
         with theirs:
             words = [*self.command, f"--supervised={theirs.fileno()}"]
@@ -97,8 +97,8 @@ class ServerChild:
                     start_new_session=True,  # Ctrl-C reaches us alone, and we pass it on
                 )
             except OSError as exc:  # a Python that is being replaced
-                self.error = f"cannot run {words[0]}: {exc.strerror}"
-                logger.warning("%s: %s", self.name, self.error)
+                self.last_error = f"cannot run {words[0]}: {exc.strerror}"
+                logger.warning("%s: %s", self.name, self.last_error)
                 ours.close()
                 self._waits()
                 return
@@ -125,8 +125,8 @@ class ServerChild:
             self._told = line
             return False
         report = msgspec.json.decode(line, type=ChildReport)
-        self.error = report.error
-        if self.error:
+        if report.error:
+            self.last_error = report.error
             return False
         self.report, self.num_failures, self.serves_since = report, 0, time.monotonic()
         return True

@@ -3,32 +3,33 @@
 SIGTERM and SIGINT drain all of them; SIGHUP restarts them one after the other.
 """
 
-import argparse
 import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from rich.console import Console
 
 from holdfast.cli.supervision import SERVE, ChildReport, ServerChild, Supervisor
-from holdfast.config import EngineConfig, ServeConfig, flag_of, given_flags
+from holdfast.config import EngineConfig, ServeConfig, flag_of
 from holdfast.errors import ConfigError
 from holdfast.serving.keys import split_address
 
-_PER_WORKER = ("grpc", "http", "peer_grpc", "peer_http", "member", "threads")
+PER_WORKER = ("grpc", "http", "peer_grpc", "peer_http", "member", "threads")  # flags that each worker has its own of
 
 
-def run_workers(arguments: argparse.Namespace, server: ServeConfig, engine: EngineConfig, console: Console) -> int:
-    """Blocks until a signal has ended all workers, or they cannot be kept running; the exit code."""
+def run_workers(flags: Sequence[str], server: ServeConfig, engine: EngineConfig, console: Console) -> int:
+    """Blocks until a signal has ended all workers, or they cannot be kept running; the exit code.
+
+    `flags`: what was given on the command line, without `PER_WORKER`.
+    """
     with contextlib.ExitStack() as stack:
         grpc, http = (stack.enter_context(_reserved(address)) for address in (server.grpc, server.http))
         children = [
-            ServerChild(f"worker {name}", [*SERVE, *_common(arguments), *flags])
-            for name, flags in _workers(server, engine, grpc, http)
+            ServerChild(f"worker {name}", [*SERVE, *flags, *own]) for name, own in _workers(server, engine, grpc, http)
         ]
 
         def on_ready(report: ChildReport) -> None:
@@ -49,17 +50,11 @@ def run_workers(arguments: argparse.Namespace, server: ServeConfig, engine: Engi
     return status
 
 
-def _common(arguments: argparse.Namespace) -> list[str]:
-    """What was given on the command line, less what differs from worker to worker or is decided by the parent."""
-    model = [f"--model={name}"] if (name := arguments.model or arguments.verifier_id) else []
-    return [*model, f"--log-level={arguments.log_level}", *given_flags(arguments, without=_PER_WORKER)]
-
-
 def _workers(server: ServeConfig, engine: EngineConfig, grpc: str, http: str) -> Iterator[tuple[str, list[str]]]:
     """For each worker its name in the cluster and its own flags."""
     base = server.member or f"{socket.gethostname()}-{(http or grpc).rpartition(':')[2]}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = engine.threads or max(1, cores // server.workers)
+    threads = engine.threads or (0 if "OMP_NUM_THREADS" in os.environ else max(1, cores // server.workers))
     for index in range(server.workers):
         name = f"{base}-{index + 1}"
         flags = {"grpc": grpc, "http": http, "member": name, "threads": threads}
