@@ -44,6 +44,7 @@ HoldfastError
 ├── Unimplemented            the wire has it, this build does not yet
 ├── StreamStalled            the client did not read its stream, which was cancelled
 ├── Draining                 the server or its engine is going away
+│   └── NotServing           it takes no requests, and did nothing of this one
 └── EngineDied               the engine's thread ended by itself; the process must be started again
 """
 
@@ -340,6 +341,12 @@ class Draining(HoldfastError):
 
     def __init__(self, message: str = "the server is shutting down; send the request to another one") -> None:
         super().__init__(message)
+
+
+class NotServing(Draining):
+    @property
+    def details(self) -> dict[str, str]:
+        return {"accepted": "false"}
 
 
 class EngineDied(HoldfastError):

@@ -274,6 +274,16 @@ class Runtime:
     def has_free_slab(self) -> bool:
         return not self._registry.is_full
 
+    @property
+    def num_free_slabs(self) -> int:
+        """Sessions that can be opened without parking another."""
+        return self._registry.num_free
+
+    @property
+    def num_sessions(self) -> int:
+        """In memory, those of hidden caches included."""
+        return len(self._registry)
+
     def check_open(self) -> None:
         """Raises Draining where nothing new may begin."""
         self._operations.check_open()

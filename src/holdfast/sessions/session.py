@@ -211,7 +211,11 @@ class SessionRegistry:
 
     @property
     def is_full(self) -> bool:
-        return self.num_live + self._claimed >= self.capacity
+        return self.num_free == 0
+
+    @property
+    def num_free(self) -> int:
+        return max(0, self.capacity - self.num_live - self._claimed)
 
     def claim_place(self) -> Session | None:
         """Reserve a place; where all are taken, the idle session that has to make room for it."""

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from holdfast.errors import InvalidArgument, PayloadTooLarge
+from holdfast.errors import InvalidArgument, PayloadTooLarge, Unimplemented
 from holdfast.generation import Done, Event
+from holdfast.serving.cluster.membership import Describe
 from holdfast.serving.grpc import convert
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
@@ -34,11 +35,13 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         admission: Admission | None = None,
         *,
         max_session_mb: int = 1024,
+        describe: Describe | None = None,
     ) -> None:
         self._runtime = runtime
         self._admission = admission or Admission(runtime.capacity, max_queue=0, max_wait_s=0, metrics=runtime.metrics)
         self._transfers = transfers or Transfers(runtime)
         self._max_session_mb = max_session_mb
+        self._describe = describe
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         check_label("client_label", request.client_label)
@@ -186,6 +189,11 @@ class RuntimeService(rpc.RuntimeServiceServicer):
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         length = await self._runtime.close(request.session_id, current_owner.get())
         return pb.CloseSessionResponse(final_history_length=length)
+
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
+        if self._describe is None:
+            raise Unimplemented("this server does not know its cluster")
+        return convert.cluster(await self._describe())
 
 
 def _optional(request: Any, field: str) -> int | None:

@@ -16,12 +16,13 @@ from holdfast.backends.transport import carried, carried_headers
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
+from holdfast.serving.cluster.membership import Cluster, Describe
 from holdfast.serving.http.middleware import IMPORT_PATH, WEIGHTS_PATH, HttpMiddleware, owner_of
 from holdfast.serving.http.named_sessions import Endpoint, NamedSessions
 from holdfast.serving.http.openapi import document, index
 from holdfast.serving.http.response import StreamTimes
 from holdfast.serving.http.response_store import ResponseStore
-from holdfast.serving.http.routes_admin import ControlRoutes, HealthRoutes
+from holdfast.serving.http.routes_admin import ClusterRoutes, ControlRoutes, HealthRoutes
 from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
 from holdfast.serving.http.routes_responses import SessionResponses, StatelessResponses
@@ -41,6 +42,8 @@ def create_app(
     upstream: Upstream | None = None,
     keys: Keys | None = None,
     not_ready: Callable[[], str | None] = lambda: None,
+    cluster: Cluster | None = None,
+    describe: Describe | None = None,
 ) -> HttpMiddleware:
     """Health and metrics, and where there are `chats` the whole API."""
     health = HealthRoutes(runtime.metrics, not_ready)
@@ -52,11 +55,13 @@ def create_app(
         Route("/metrics", health.metrics),
         Route("/openapi.json", document),
     ]
+    if describe is not None:
+        routes.append(Route("/cluster", ClusterRoutes(describe).cluster))
     if chats is not None:
         routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream)
     carrying = [Middleware(CarriedHeaders)] if upstream else []
     router = Router(routes, default=_not_found, redirect_slashes=False, middleware=carrying)
-    return HttpMiddleware(router, config, keys or Keys(), runtime.metrics)
+    return HttpMiddleware(router, config, keys or Keys(), runtime.metrics, cluster)
 
 
 class CarriedHeaders:
