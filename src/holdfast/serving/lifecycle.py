@@ -118,6 +118,7 @@ async def running(
             max_reply_tokens=config.reply_limit,
             quotas=quotas,
             metrics=metrics,
+            on_loaded=trajectories.loaded,
             on_removed=trajectories.forget,
         )
         admission = Admission(
@@ -131,10 +132,6 @@ async def running(
         chats = None
         if chat and config.http:
             chats = ChatService(_chat_setup(runtime, admission, config, chat), trajectories)
-        for session in storage.stored:
-            runtime.restore(session)
-            if chats is not None and session.opened.kind != "tokens":
-                chats.restore(session)
         async with _endpoints(
             backend,
             runtime,
@@ -204,8 +201,8 @@ async def _endpoints(
                     http.server.should_exit = True
                 for task in tasks:
                     task.cancel()
-        if config.data_dir:
-            await runtime.park_all()
+        if storage.journal.keeps_bodies:
+            await runtime.hand_over()
     finally:
         if http:
             http.socket.close()

@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
@@ -14,7 +15,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from holdfast.backends.transport import carried, carried_headers
-from holdfast.errors import Draining, HoldfastError, InvalidArgument, PayloadTooLarge, StreamStalled
+from holdfast.errors import (
+    Draining,
+    HoldfastError,
+    InvalidArgument,
+    PayloadTooLarge,
+    SessionNotFound,
+    StreamStalled,
+)
 from holdfast.metrics import Metrics
 from holdfast.serving.keys import LOCAL_OWNER, Keys
 from holdfast.serving.running_calls import RunningCalls
@@ -23,15 +31,18 @@ logger = logging.getLogger(__name__)
 
 current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_owner", default=LOCAL_OWNER)
 
+Using = Callable[[str, str], AbstractAsyncContextManager[None]]  # of a session's id and its owner
 Handler = Any  # grpc's RpcMethodHandler: which of its four behaviours is set tells its kind
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Guards the methods of one service; others (health, reflection) pass untouched."""
 
-    def __init__(self, service: str, keys: Keys, metrics: Metrics, *, stall_s: float = 0.0) -> None:
-        """`stall_s`: how long a stream waits for its client to read a message; 0: no limit."""
+    def __init__(self, service: str, keys: Keys, metrics: Metrics, using: Using, *, stall_s: float = 0.0) -> None:
+        """`using` has the session of a call in memory. `stall_s`: how long a stream waits for its client to read a
+        message; 0: no limit."""
         self._prefix = f"/{service}/"
+        self._using = using
         self.running = RunningCalls()
         self._stall_s = stall_s
         self._keys = keys
@@ -55,20 +66,34 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _unary(self, method: str, behaviour: Any, decode: Any) -> Any:
         async def call(data: bytes, context: Any) -> Any:
             async with self._watched(method, context):
-                return await behaviour(decode(data), context)
+                request = decode(data)
+                async with self._on_session(method, request):
+                    return await behaviour(request, context)
 
         return call
 
+    @contextlib.asynccontextmanager
+    async def _on_session(self, method: str, request: Any) -> AsyncIterator[None]:
+        """While the call lasts, the session that its request names is in memory."""
+        async with contextlib.AsyncExitStack() as held:
+            if "session_id" in request.DESCRIPTOR.fields_by_name:
+                may_be_closed = method == "ExportSession"
+                with contextlib.suppress(SessionNotFound) if may_be_closed else contextlib.nullcontext():
+                    await held.enter_async_context(self._using(request.session_id, current_owner.get()))
+            yield
+
     def _stream(self, method: str, behaviour: Any, decode: Any) -> Any:
         async def call(data: bytes, context: Any) -> None:
-            async with (
-                self._watched(method, context),
-                contextlib.aclosing(behaviour(decode(data), context)) as messages,
-            ):
-                async for message in messages:
-                    self.running.begin_sending()
-                    await self._write(context, message)
-                    self.running.finish_sending()
+            async with self._watched(method, context):
+                request = decode(data)
+                async with (
+                    self._on_session(method, request),
+                    contextlib.aclosing(behaviour(request, context)) as messages,
+                ):
+                    async for message in messages:
+                        self.running.begin_sending()
+                        await self._write(context, message)
+                        self.running.finish_sending()
 
         return call
 

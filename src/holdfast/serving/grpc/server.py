@@ -66,7 +66,7 @@ def create_server(
         ("grpc.max_concurrent_streams", _MAX_CALLS),
     ]
     hide_metadata()
-    guard = Guard(SERVICE, keys or Keys(), runtime.metrics, stall_s=config.stream_stall_s)
+    guard = Guard(SERVICE, keys or Keys(), runtime.metrics, runtime.using, stall_s=config.stream_stall_s)
     server = grpc.aio.server(interceptors=[guard], options=options)
     service = RuntimeService(runtime, transfers, admission, max_session_mb=config.max_session_mb)
     rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]

@@ -1,5 +1,6 @@
 """The ASGI application of the HTTP endpoint: its routes, and what they are wired to."""
 
+import contextlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,6 +17,7 @@ from holdfast.backends.transport import carried, carried_headers
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
+from holdfast.errors import SessionNotFound
 from holdfast.serving.http.middleware import IMPORT_PATH, WEIGHTS_PATH, HttpMiddleware, owner_of
 from holdfast.serving.http.named_sessions import Endpoint, NamedSessions
 from holdfast.serving.http.openapi import document, index
@@ -104,14 +106,33 @@ def _chat_routes(
     ]
     if upstream is not None:
         rest = [Route(f"{_SESSION}/{{path:path}}", UpstreamRoutes(chats, upstream).passed, methods=METHODS)]
-    by_header = NamedSessions(chats, config)
-    return [
+    by_header = NamedSessions(chats, config, lambda endpoint: _using(runtime, endpoint))
+    routes = [
         *_generation_routes(openai, sessions, by_header, on_session),
         *_response_routes(StatelessResponses(store), SessionResponses(chats), by_header),
         *_session_routes(sessions, DataRoutes(runtime, chats, transfers, config=config)),
         *_control_routes(chats),
         *rest,
     ]
+    return [_on_session(route, runtime) if route.path.startswith(_SESSION) else route for route in routes]
+
+
+def _on_session(route: Route, runtime: Runtime) -> Route:
+    may_be_closed = route.path == f"{_SESSION}/export"
+    return Route(route.path, _using(runtime, route.endpoint, may_be_closed=may_be_closed), methods=route.methods)
+
+
+def _using(runtime: Runtime, endpoint: Endpoint, *, may_be_closed: bool = False) -> Endpoint:
+    """The endpoint, while the session of the request is in memory: until the response is sent."""
+
+    @wraps(endpoint)
+    async def using(request: Request) -> Response:
+        held: contextlib.AsyncExitStack = request.scope["holdfast.held"]
+        with contextlib.suppress(SessionNotFound) if may_be_closed else contextlib.nullcontext():
+            await held.enter_async_context(runtime.using(request.path_params["session_id"], owner_of(request)))
+        return await endpoint(request)
+
+    return using
 
 
 def _both(by_header: NamedSessions, path: str, stateless: Endpoint, on_session: Endpoint, *methods: str) -> list[Route]:
