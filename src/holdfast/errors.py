@@ -165,7 +165,7 @@ class SessionNotFound(HoldfastError):
     code = "session_not_found"
 
     def __init__(self, session_id: object, *, detail: str = "unknown") -> None:
-        super().__init__(f"no session {session_id}: {_WHY[detail]}")
+        super().__init__(f"no session {session_id}: {_WHY.get(detail, detail)}")
         self.detail = detail
 
     @property

@@ -37,6 +37,7 @@ class Metrics:
             "journal_cut_commits", "commits cut from the end of the journal's log at the last start, as incomplete"
         )
         self.session_total = counter("session_total", "sessions by how they ended or began", "outcome")
+        self.session_load = histogram("session_load_seconds", "time to read a resting session into memory", _SECONDS)
         self.session_evicted = counter("session_evicted_total", "sessions that had to go", "reason")
         self.session_kv_live_bytes = gauge("session_kv_live_bytes", "cache that is visible to some session")
         self.session_kv_reserved_bytes = gauge("session_kv_reserved_bytes", "cache that sessions hold")

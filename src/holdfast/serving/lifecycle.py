@@ -109,6 +109,7 @@ async def running(
             max_reply_tokens=config.reply_limit,
             quotas=quotas,
             metrics=metrics,
+            on_loaded=trajectories.loaded,
             on_removed=trajectories.forget,
         )
         admission = Admission(
@@ -122,10 +123,6 @@ async def running(
         chats = None
         if chat and config.http:
             chats = ChatService(_chat_setup(runtime, admission, config, chat), trajectories)
-        for session in storage.stored:
-            runtime.restore(session)
-            if chats is not None and session.opened.kind != "tokens":
-                chats.restore(session)
         async with _endpoints(
             backend,
             runtime,
@@ -203,8 +200,8 @@ async def _endpoints(
                 await drain(grpc_server, http)
                 for task in tasks:
                     task.cancel()
-        if config.data_dir:
-            await runtime.park_all()
+        if storage.journal.keeps_bodies:
+            await runtime.hand_over()
         if cluster is not None:
             await cluster.leave()
 
@@ -281,7 +278,11 @@ class _Drain:
             return 0.0
         if self._admission:
             self._admission.drain()
-        if not await self._runtime.drain(self._drain_s):
+        ended, _ = await asyncio.gather(
+            self._runtime.drain(self._drain_s),
+            self._runtime.hand_over(self._drain_s) if self._cluster is not None else asyncio.sleep(0),
+        )
+        if not ended:
             logger.warning("some generations were still running after %g s and are cancelled", self._drain_s)
         return _END_S
 

@@ -197,7 +197,7 @@ class Cluster:
             raise SessionElsewhere(session_id, member)
         is_here = False
         try:
-            async with self._runtime.using(session_id, owner):  # type: ignore[attr-defined]
+            async with self._runtime.using(session_id, owner):
                 is_here = True
                 self._owners.pop(key, None)
                 yield

@@ -15,10 +15,18 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from holdfast.backends.transport import carried, carried_headers
-from holdfast.errors import Draining, Fenced, HoldfastError, InvalidArgument, PayloadTooLarge, StreamStalled
+from holdfast.errors import (
+    Draining,
+    Fenced,
+    HoldfastError,
+    InvalidArgument,
+    PayloadTooLarge,
+    SessionNotFound,
+    StreamStalled,
+)
 from holdfast.metrics import Metrics
 from holdfast.serving.cluster.grpc_forward import GrpcForwarder, OwnerAnswered
-from holdfast.serving.cluster.membership import MEMBER, Cluster
+from holdfast.serving.cluster.membership import MEMBER, Cluster, Using
 from holdfast.serving.keys import LOCAL_OWNER, Keys
 from holdfast.serving.running_calls import RunningCalls
 
@@ -37,13 +45,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         service: str,
         keys: Keys,
         metrics: Metrics,
+        using: Using,
         *,
         stall_s: float = 0.0,
         cluster: Cluster | None = None,
         forwarder: GrpcForwarder | None = None,
     ) -> None:
-        """`stall_s`: how long a stream waits for its client to read a message; 0: no limit."""
+        """`using` has the session of a call in memory. `stall_s`: how long a stream waits for its client to read a
+        message; 0: no limit."""
         self._prefix = f"/{service}/"
+        self._using = using
         self.running = RunningCalls()
         self._stall_s = stall_s
         self._keys = keys
@@ -69,7 +80,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _unary(self, method: str, behaviour: Any, decode: Any) -> Any:
         async def answer(data: bytes, context: Any) -> AsyncGenerator[Any, None]:
             request = decode(data)
-            async with self._placed(method, request):
+            async with self._on_session(method, request):
                 yield await behaviour(request, context)
 
         async def call(data: bytes, context: Any) -> Any:
@@ -78,11 +89,23 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return call
 
+    @contextlib.asynccontextmanager
+    async def _on_session(self, method: str, request: Any) -> AsyncIterator[None]:
+        """While the call lasts, the session that its request names is in memory."""
+        async with contextlib.AsyncExitStack() as held:
+            if self._cluster is not None and method == "CreateSession":
+                self._cluster.check_room()
+            if "session_id" in request.DESCRIPTOR.fields_by_name:
+                may_be_closed = method == "ExportSession"
+                with contextlib.suppress(SessionNotFound) if may_be_closed else contextlib.nullcontext():
+                    await held.enter_async_context(self._using(request.session_id, current_owner.get()))
+            yield
+
     def _stream(self, method: str, behaviour: Any, decode: Any) -> Any:
         async def answer(data: bytes, context: Any) -> AsyncGenerator[Any, None]:
             request = decode(data)
             async with (
-                self._placed(method, request),
+                self._on_session(method, request),
                 contextlib.aclosing(behaviour(request, context)) as messages,
             ):
                 async for message in messages:
@@ -106,13 +129,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return answer(data, context)  # type: ignore[no-any-return]
         local = partial(answer, data, context)
         return self._forwarder.answers(self._prefix + method, data, context, current_owner.get(), local)
-
-    @contextlib.asynccontextmanager
-    async def _placed(self, method: str, request: Any) -> AsyncIterator[None]:
-        """The session is here while the context lasts; or SessionElsewhere is raised."""
-        if self._cluster is not None and method == "CreateSession":
-            self._cluster.check_room()
-        yield
 
     async def _write(self, context: Any, message: Any) -> None:
         try:

@@ -84,6 +84,7 @@ def create_server(
         SERVICE,
         keys or Keys(),
         runtime.metrics,
+        cluster.using if cluster else runtime.using,
         stall_s=config.stream_stall_s,
         cluster=cluster,
         forwarder=forwarder,

@@ -17,7 +17,7 @@ from holdfast.sessions.limits import check_ids, check_label, check_metadata
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import pieces
 from holdfast.sessions.transfers import Transfers
-from holdfast.sessions.view import page_of, page_start
+from holdfast.sessions.view import checked_page_size, page_start
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
 
@@ -138,11 +138,12 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         return convert.session_info(self._runtime.info(request.session_id, current_owner.get()))
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
-        page = page_of(
-            self._runtime.list_sessions(current_owner.get(), after=page_start(request.page_token)),
+        page = await self._runtime.list_sessions(
+            current_owner.get(),
+            after=page_start(request.page_token),
             label=request.client_label if request.HasField("client_label") else None,
             state=convert.state_filter(request),
-            size=request.page_size or _PAGE,
+            size=checked_page_size(request.page_size or _PAGE),
         )
         return pb.ListSessionsResponse(
             sessions=[convert.session_info(view) for view in page.views], next_page_token=page.next_token

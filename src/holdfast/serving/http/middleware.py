@@ -1,5 +1,6 @@
 """Around every request: a request id, who may call, a size limit, the error table, a count, and the access log."""
 
+import contextlib
 import email.utils
 import logging
 import re
@@ -115,7 +116,9 @@ class HttpMiddleware:
         limit = self._limit_of(call.scope["path"], headers)
         if length.isdigit():
             limit.check(int(length))
-        await self._route(call.scope, self._limited(call, limit), call.send)
+        async with contextlib.AsyncExitStack() as held:
+            call.scope["holdfast.held"] = held  # what the routes need until the response is sent
+            await self._route(call.scope, self._limited(call, limit), call.send)
 
     def _limit_of(self, path: str, headers: Headers) -> "_Limit":
         if path == WEIGHTS_PATH and is_file(headers):
