@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.config import ServeConfig
 from holdfast.errors import ConfigError, StorageUnavailable
 from holdfast.metrics import Metrics
-from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
+from holdfast.sessions.journal.base import Journal, NoJournal
 from holdfast.sessions.journal.files import write_file
 from holdfast.sessions.journal.schema import room_advice, salvage_advice
 from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
@@ -29,7 +29,6 @@ _MODEL = "model.json"
 class Storage:
     journal: Journal
     snapshots: SnapshotStore
-    stored: tuple[StoredSession, ...] = ()
 
 
 @contextlib.contextmanager
@@ -59,9 +58,8 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     )
     metrics.journal_cut_commits.set(journal.num_cut_commits)
     try:
-        stored = tuple(journal.load())
         if noted is None and model.tokenizer_hash:
-            if stored:
+            if journal.last_number:
                 logger.warning("%s has no %s: its sessions are taken for those of %s", directory, _MODEL, model.name)
             facts = {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
             write_file(directory / _MODEL, json.dumps(facts).encode())
@@ -70,7 +68,7 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
         raise ConfigError(f"cannot use the data directory {directory}: {exc}. {room_advice(directory)}") from exc
     except StorageUnavailable as exc:
         raise ConfigError(f"{exc}. {salvage_advice(directory)}") from exc
-    yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory), stored)
+    yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory))
 
 
 def _noted_model(directory: Path) -> dict[str, str] | None:
