@@ -176,6 +176,8 @@ class ServeConfig:
             raise ConfigError("--workers needs --journal postgresql://...: one data directory serves one process")
         if self.blobs and not self.journal:
             raise ConfigError("--blobs needs --journal: a data directory keeps long replies in files of its own")
+        if self.blobs and self.blobs == self.snapshots:
+            raise ConfigError("--blobs and --snapshots must be two places: snapshots may be deleted, replies must not")
         try:
             datetime.date.fromisoformat(self.sunset)
         except ValueError as exc:
