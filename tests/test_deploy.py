@@ -146,23 +146,20 @@ def test_the_image_is_built_from_what_is_there_and_does_not_run_as_root() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_steps_of_the_image_install_a_server_that_starts(tmp_path: Path) -> None:
     """What docker would run, without docker: the same files, the same commands, in a folder of their own."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in (word for line in steps("COPY") if "--from" not in line for word in shlex.split(line)[:-1]):
-        source = ROOT / name
-        _ = (
-            shutil.copytree(source, tmp_path / name, ignore=ignored)
-            if source.is_dir()
-            else shutil.copy(source, tmp_path)
-        )
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, tmp_path)
     (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE, re.MULTILINE)
     home, environment = tmp_path / "opt", {"PATH": "/usr/bin:/bin", "EXTRAS": extras}
     for step in (step for step in steps("RUN") if "/opt/holdfast" in step):
         command = step.replace("/opt/holdfast", str(home)).replace("python -m venv", f"{sys.executable} -m venv")
-        subprocess.run(
-            ["sh", "-euc", command], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "EXTRAS": extras}, check=True
-        )
+        subprocess.run(["sh", "-euc", command], cwd=tmp_path, env=environment, check=True)
     done = subprocess.run([home / "bin/holdfast", "doctor"], capture_output=True, text=True, cwd=home, check=False)
     assert re.search(r"ok +native engine", done.stdout), done.stdout
     assert re.search(r"ok +model", done.stdout), done.stdout
