@@ -33,7 +33,9 @@ def run_workers(flags: Sequence[str], server: ServeConfig, engine: EngineConfig,
         def on_ready(report: ChildReport) -> None:
             running = [f"{child.name} (pid {child.process.pid})" for child in children if child.process]
             lines = [report.banner, f"  workers  {', '.join(running)}"]
-            lines.append("[dim]Ctrl-C drains and stops; SIGHUP restarts one worker after the other[/]")
+            lines.append(
+                f"[dim]Ctrl-C drains and stops; kill -HUP {os.getpid()} restarts one worker after the other[/]"
+            )
             console.print("\n".join(lines), soft_wrap=True)
 
         supervisor = Supervisor(children, drain_s=server.drain_s, on_ready=on_ready)
