@@ -1,4 +1,4 @@
-"""`holdfast serve --workers N`: a parent that keeps N servers running, which share both addresses and the journal.
+"""`holdfast serve --workers 4`: a parent that keeps four servers running, which share both addresses and the journal.
 
 SIGTERM and SIGINT drain all of them; SIGHUP restarts them one after the other.
 """
