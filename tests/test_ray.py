@@ -98,6 +98,7 @@ def test_members_run_on_ray_until_they_are_told_to_go(journal: str, capsys: pyte
     assert not any(_is_running(member["pid"]) for member in again.values())
 
 
+@pytest.mark.slow
 def test_members_that_cannot_start_are_removed_with_the_reason(
     journal: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

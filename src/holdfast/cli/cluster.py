@@ -262,9 +262,9 @@ def _show(ray: Any, told: dict[str, Any], console: Console) -> None:
         status, member = found.get(name), members.get(name, {})
         state = member.get("state") or ("serving" if status and status.http else "starting")
         by_ray = [status.node, status.pid, status.num_restarts] if status else ["-", "-", "-"]
-        lease = f"{member['lease_left_s']:.1f} s" if member else "-"
+        lease = f"{left:.1f} s" if (left := member.get("lease_left_s")) is not None else "-"
         http = status.http if status and status.http else member.get("http")
-        table.add_row(name, state, *map(str, by_ray), http or "-", str(member.get("num_sessions", "-")), lease)
+        table.add_row(name, state, *map(str, by_ray), http or "-", str(member.get("sessions", "-")), lease)
         if status and status.error and not status.http:
             table.add_row("", status.error)
     (console if console.is_terminal else Console(file=console.file, width=_WIDTH)).print(table)

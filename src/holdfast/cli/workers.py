@@ -1,4 +1,4 @@
-"""`holdfast serve --workers N`: a parent that keeps N servers running, which share both addresses and the journal.
+"""`holdfast serve --workers 4`: a parent that keeps four servers running, which share both addresses and the journal.
 
 SIGTERM and SIGINT drain all of them; SIGHUP restarts them one after the other.
 """
@@ -28,14 +28,15 @@ def run_workers(flags: Sequence[str], server: ServeConfig, engine: EngineConfig,
     """
     with contextlib.ExitStack() as stack:
         grpc, http = (stack.enter_context(_reserved(address)) for address in (server.grpc, server.http))
-        children = [
-            ServerChild(f"worker {name}", [*SERVE, *flags, *own]) for name, own in _workers(server, engine, grpc, http)
-        ]
+        children = [ServerChild(name, [*SERVE, *flags, *own]) for name, own in _workers(server, engine, grpc, http)]
 
         def on_ready(report: ChildReport) -> None:
-            names = ", ".join(child.name.removeprefix("worker ") for child in children)
-            console.print(report.banner, f"  [dim]{len(children)} workers: {names}[/]", sep="\n", soft_wrap=True)
-            console.print("[dim]Ctrl-C drains and stops, SIGHUP restarts one worker after the other[/]")
+            running = [f"{child.name} (pid {child.process.pid})" for child in children if child.process]
+            lines = [report.banner, f"  workers  {', '.join(running)}"]
+            lines.append(
+                f"[dim]Ctrl-C drains and stops; kill -HUP {os.getpid()} restarts one worker after the other[/]"
+            )
+            console.print("\n".join(lines), soft_wrap=True)
 
         supervisor = Supervisor(children, drain_s=server.drain_s, on_ready=on_ready)
 
