@@ -22,11 +22,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.bench.machine import cpu_s_of
-from holdfast.bench.processes import START_TIMEOUT_S, Child, obey, started
+from holdfast.bench.processes import START_TIMEOUT_S, Child, obey, run_helper, started
 from holdfast.errors import ConfigError
 
-Order = Literal["kill", "start", "cpu_s"]
+Order = Literal["kill", "start", "pids"]
 
 _ACCOUNT = "nobody"
 _POLL_S = 0.02
@@ -92,11 +91,12 @@ class Database:
         """Blocks until it accepts connections, crash recovery included."""
         self._ask("start")
 
-    def cpu_s(self) -> float:
-        return self._ask("cpu_s")
+    def pids(self) -> list[int]:
+        """Of the server and of its processes at this moment, one for each connection among them."""
+        return self._ask("pids")
 
-    def _ask(self, order: Order) -> float:
-        return self._child.ask(order, float, timeout_s=START_TIMEOUT_S)
+    def _ask(self, order: Order) -> list[int]:
+        return self._child.ask(order, list[int], timeout_s=START_TIMEOUT_S)
 
 
 class _Server:
@@ -141,7 +141,7 @@ class _Server:
 
     def kill(self) -> None:
         assert self._process
-        pids = [self._process.pid, *_children(self._process.pid)]
+        pids = self.pids()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -156,21 +156,17 @@ class _Server:
                 self._process.wait(_STOP_S)
             self.kill()
 
-    def cpu_s(self) -> float:
-        """Of the server and its processes; those that have ended are not counted."""
+    def pids(self) -> list[int]:
         assert self._process
-        return cpu_s_of((self._process.pid, *_children(self._process.pid)))
+        everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        children = (one for one in everyone if _state(one)[1:2] == [str(self._process.pid)])
+        return [self._process.pid, *children]
 
     def _run(self, program: str, *arguments: Any) -> None:
         command = [self._programs / program, *arguments]
         done = subprocess.run(command, check=False, capture_output=True, cwd=self._data.parent, **self._account)
         if done.returncode:
             raise ConfigError(f"{program} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
-
-
-def _children(pid: int) -> list[int]:
-    everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    return [one for one in everyone if _state(one)[1:2] == [str(pid)]]
 
 
 def _is_running(pid: int) -> bool:
@@ -195,15 +191,12 @@ async def _main(programs: str, port: str, settings: str) -> None:
             server.stop()
 
 
-async def _obeyed(server: _Server, line: bytes) -> float:
+async def _obeyed(server: _Server, line: bytes) -> list[int]:
     order = msgspec.json.decode(line, type=Order)
-    if order == "cpu_s":
-        return server.cpu_s()
-    await asyncio.to_thread(server.kill if order == "kill" else server.start)
-    return 0.0
+    if order != "pids":
+        await asyncio.to_thread(server.kill if order == "kill" else server.start)
+    return server.pids()
 
 
 if __name__ == "__main__":
-    from holdfast.bench.processes import run_helper
-
     run_helper(_main(*sys.argv[1:]))
