@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from holdfast.bench.cluster.members import ClusterMember, MemberProcesses
-from holdfast.bench.cluster.postgres import Database
+from holdfast.bench.cluster.postgres import PostgresProcess
 
 FaultKind = Literal["kill", "pause", "cut", "deaf", "database", "roll", "join"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -60,7 +60,7 @@ class Saboteur:
     def __init__(
         self,
         members: MemberProcesses,
-        database: Database,
+        database: PostgresProcess,
         lease_s: float,
         regulars: Sequence[ClusterMember],
         guest: ClusterMember,

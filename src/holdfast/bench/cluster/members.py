@@ -12,7 +12,7 @@ import aiohttp
 
 from holdfast.bench.cluster.clients import MemberAddress
 from holdfast.bench.cluster.link import Link
-from holdfast.bench.cluster.postgres import Database, free_port
+from holdfast.bench.cluster.postgres import PostgresProcess, free_port
 from holdfast.bench.processes import START_TIMEOUT_S, ProcessFailed, ServerProcess
 
 _POLL_S = 0.05
@@ -116,7 +116,7 @@ class MemberProcesses:
 
 @contextlib.asynccontextmanager
 async def members_of(
-    database: Database, names: Sequence[str], flags: Sequence[str], http: aiohttp.ClientSession
+    database: PostgresProcess, names: Sequence[str], flags: Sequence[str], http: aiohttp.ClientSession
 ) -> AsyncIterator[MemberProcesses]:
     """MemberProcesses on fixed ports, none of them wanted yet. All have ended when the context does."""
     async with contextlib.AsyncExitStack() as stack:

@@ -64,7 +64,7 @@ def url_of(port: int) -> str:
     return f"postgresql://postgres@127.0.0.1:{port}/postgres"
 
 
-class Database:
+class PostgresProcess:
     """The server as the bench sees it, for as long as the context lasts. Its calls block."""
 
     def __init__(self, folder: str = "", **settings: str) -> None:
@@ -72,7 +72,7 @@ class Database:
         programs = str(find_postgres(folder).resolve())
         self._child: Child = started("cluster.postgres", programs, str(self.port), _SETTINGS | settings)
 
-    def __enter__(self) -> "Database":
+    def __enter__(self) -> "PostgresProcess":
         self._child.read(str)
         return self
 
@@ -101,7 +101,6 @@ class Database:
 
 class _Server:
     def __init__(self, programs: Path, port: int, settings: dict[str, str], folder: Path) -> None:
-        self._programs = programs
         self._port = port
         self._settings = settings
         self._data = folder / "data"
@@ -112,8 +111,24 @@ class _Server:
             entry = pwd.getpwnam(_ACCOUNT)
             os.chown(folder, entry.pw_uid, entry.pw_gid)
             self._account = {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+        self._programs = self._runnable(programs, folder)
         options = ["--auth=trust", "--encoding=utf8", "--locale=C", "--no-sync", "-U", "postgres", "-D", self._data]
         self._run("initdb", *options)
+
+    def _runnable(self, programs: Path, folder: Path) -> Path:
+        """The programs, or a copy where the account cannot reach them, or a wheel was unpacked without their modes."""
+        try:
+            subprocess.run([programs / "postgres", "--version"], check=True, capture_output=True, **self._account)
+        except (OSError, subprocess.CalledProcessError):
+            copy, package = folder / "programs", programs.parents[1]
+            copied = shutil.copytree(programs.parent, copy / package.name / programs.parent.name) / programs.name
+            libraries = package.with_name(f"{package.name}.libs")  # of a wheel, beside it
+            if libraries.exists():
+                shutil.copytree(libraries, copy / libraries.name)
+            for path in (copy, *copy.rglob("*")):
+                path.chmod(0o755)
+            return copied
+        return programs
 
     def start(self) -> None:
         flags = [word for item in self._settings.items() for word in ("-c", "=".join(item))]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from holdfast.bench.cluster.postgres import Database
+from holdfast.bench.cluster.postgres import PostgresProcess
 from holdfast.bench.gates import Gate, all_right, median, median_at_least, median_at_most, percentile
 from holdfast.bench.load import LoadClient, LoadPlan, LoadResult
 from holdfast.bench.machine import cpu_s_of
@@ -68,7 +68,7 @@ class _Parts:
     sqlite: _Served
     loads: Sequence[Child]
     upstreams: Sequence[Child]
-    database: Database
+    database: PostgresProcess
 
     @property
     def pids(self) -> list[int]:
@@ -94,7 +94,7 @@ def measure(settings: ScaleSettings, results: Results) -> None:
 def _parts(settings: ScaleSettings) -> Iterator[_Parts]:
     num_members = settings.numbers[-1]
     with contextlib.ExitStack() as stack:
-        database = stack.enter_context(Database(settings.postgres))
+        database = stack.enter_context(PostgresProcess(settings.postgres))
         num_upstreams = -(-num_members // _MEMBERS_OF_AN_UPSTREAM)
         script = Script(settings.tokens)
         upstreams = [stack.enter_context(started("upstreams", "canned", script)) for _ in range(num_upstreams)]
@@ -216,7 +216,7 @@ class _ScaleRun:
         return _Usage(*cpu_s, *_counted(parts.database))
 
 
-def _counted(database: Database) -> tuple[int, int, int]:
+def _counted(database: PostgresProcess) -> tuple[int, int, int]:
     """Bytes of write-ahead log, rows written, and commits so far."""
     import psycopg
 

@@ -19,7 +19,7 @@ from holdfast.bench.cluster.clients import ChatClient, ClusterClient, Playground
 from holdfast.bench.cluster.faults import KINDS, LOSING, FaultKind, FaultRun, Saboteur, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
 from holdfast.bench.cluster.members import MemberProcesses, members_of
-from holdfast.bench.cluster.postgres import Database
+from holdfast.bench.cluster.postgres import PostgresProcess
 from holdfast.bench.gates import Gate, all_right, percentile_at_most
 from holdfast.bench.processes import started
 from holdfast.bench.report import Report, Results
@@ -71,14 +71,14 @@ def measure(settings: ClusterSettings, results: Results) -> None:
     # What a process that was killed had written is safe without fsync: only a loss of power would lose it.
     with (
         started("upstreams", "prompted", str(_DELAY_S)) as upstream,
-        Database(settings.postgres, fsync="off") as database,
+        PostgresProcess(settings.postgres, fsync="off") as database,
     ):
         flags = [settings.model, "--backend", "sglang", "--upstream", upstream.read(str)]
         record_run(settings, asyncio.run(run_cluster(settings, database, flags, results)), results)
 
 
 async def run_cluster(
-    settings: ClusterSettings, database: Database, flags: Sequence[str], results: Results
+    settings: ClusterSettings, database: PostgresProcess, flags: Sequence[str], results: Results
 ) -> ClusterRun:
     """Start members and clients, cause all faults, then let every session have a last turn and read all of them."""
     names = [f"m{number + 1}" for number in range(settings.members)]
