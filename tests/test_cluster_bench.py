@@ -124,8 +124,8 @@ def _run(attempts: list[Attempt], faults: list[FaultRun], *, stuck: tuple[str, .
     )
 
 
-def _fault(kind: FaultKind, member: str, began_s: float, over_s: float, *codes: int) -> FaultRun:
-    return FaultRun(kind, member, began_s, over_s, list(codes))
+def _fault(kind: FaultKind, session_id: str, began_s: float, over_s: float, *codes: int) -> FaultRun:
+    return FaultRun(kind, began_s, over_s, frozenset({session_id}), list(codes))
 
 
 LATE = [LOG[0], FAILED, replace(LOG[2], ended_s=4.0), replace(LOG[3], started_s=4.0, ended_s=4.5)]
@@ -133,7 +133,7 @@ END = _fault("roll", "", 10.0, 10.0, 0, 0)
 
 
 def test_a_session_waits_from_the_fault_of_its_member_until_its_next_answer() -> None:
-    hit, miss = _fault("kill", "m1", 1.0, 2.0), _fault("kill", "m2", 1.0, 2.0)
+    hit, miss = _fault("kill", "s", 1.0, 2.0), _fault("kill", "another", 1.0, 2.0)
     assert unanswered(_run(LATE, [hit, END]))["kill"] == [(3.0, True)]
     assert unanswered(_run(LATE, [miss, END]))["kill"] == []
     meanwhile = _fault("database", "", 3.0, 3.5)
@@ -148,11 +148,11 @@ def _failed_gates(run: ClusterRun, lease_s: float = 1.0) -> set[str]:
 
 
 def test_a_cluster_is_judged_by_all_that_can_go_wrong() -> None:
-    hit = _fault("pause", "m1", 1.0, 2.0)
+    hit = _fault("pause", "s", 1.0, 2.0)
     assert _failed_gates(_run(LATE, [hit, END])) == set()
     assert _failed_gates(_run([*LATE, _attempt(3, "d", 5.0)], [hit, END])) == {"nothing_lost"}
     assert _failed_gates(_run(LATE, [hit, END], stuck=("session s",))) == {"every_session_goes_on"}
-    assert _failed_gates(_run(LATE, [_fault("pause", "m1", 0.5, 2.0), END])) == {"answered_again"}
+    assert _failed_gates(_run(LATE, [_fault("pause", "s", 0.5, 2.0), END])) == {"answered_again"}
     assert _failed_gates(_run(LATE, [hit, _fault("roll", "", 9.0, 9.5, 0, 1), END])) == {"stops_cleanly"}
 
 

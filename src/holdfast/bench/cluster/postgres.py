@@ -91,6 +91,15 @@ class PostgresProcess:
         """Blocks until it accepts connections, crash recovery included."""
         self._ask("start")
 
+    def sessions_of(self, member: str) -> frozenset[str]:
+        """The sessions that a member owns; none where the database is away."""
+        import psycopg
+
+        with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self.url()) as connection:
+            rows = connection.execute("SELECT id FROM sessions WHERE member = %s", [member]).fetchall()
+            return frozenset(row[0] for row in rows)
+        return frozenset()
+
     def pids(self) -> list[int]:
         """Of the server and of its processes at this moment, one for each connection among them."""
         return self._ask("pids")

@@ -112,7 +112,7 @@ async def run_cluster(
             ended_s = time.monotonic()
         exits = [f"{one.name} ended with {one.code}: {one.said}" for one in members.exits]
         results.step("reading all sessions")
-        last = FaultRun("roll", "", ended_s, ended_s)
+        last = FaultRun("roll", ended_s, ended_s)
         last.exit_codes.extend(await asyncio.gather(*(member.stop() for member in regular if member.server)))
         for member in regular:
             member.is_wanted = False
@@ -200,7 +200,7 @@ async def _read_all(playground: Playground, base: str, grpc: str) -> dict[str, l
 
 def unanswered(run: ClusterRun) -> dict[FaultKind, list[tuple[float, bool]]]:
     """By kind of fault: how long each session of the member that it hit went without an answer, and whether no other
-    fault came in between. Whose session it was tells the member that answered last."""
+    fault came in between."""
     found: dict[FaultKind, list[tuple[float, bool]]] = {kind: [] for kind in LOSING}
     answers: dict[str, list[Attempt]] = {}
     for attempt in run.attempts:
@@ -209,9 +209,10 @@ def unanswered(run: ClusterRun) -> dict[FaultKind, list[tuple[float, bool]]]:
     for fault in run.faults:
         if fault.kind not in LOSING:
             continue
-        for same in answers.values():
+        for session_id in fault.sessions & answers.keys():
+            same = answers[session_id]
             index = bisect.bisect_right(same, fault.began_s, key=lambda one: one.ended_s)
-            if 0 < index < len(same) and same[index - 1].member == fault.member:
+            if 0 < index < len(same):
                 until_s = same[index].ended_s
                 found[fault.kind].append((until_s - fault.began_s, is_alone(fault, run.faults, until_s)))
     return found
