@@ -164,7 +164,7 @@ class SessionNotFound(HoldfastError):
     code = "session_not_found"
 
     def __init__(self, session_id: object, *, detail: str = "unknown") -> None:
-        super().__init__(f"no session {session_id}: {_WHY[detail]}")
+        super().__init__(f"no session {session_id}: {_WHY.get(detail, detail)}")
         self.detail = detail
 
     @property
@@ -336,10 +336,19 @@ class StreamStalled(HoldfastError):
 
 
 class Draining(HoldfastError):
+    """`is_accepted` is False where nothing was done for the request: another server may have it as it is."""
+
     code = "draining"
 
-    def __init__(self, message: str = "the server is shutting down; send the request to another one") -> None:
+    def __init__(
+        self, message: str = "the server is shutting down; send the request to another one", *, is_accepted: bool = True
+    ) -> None:
         super().__init__(message)
+        self.is_accepted = is_accepted
+
+    @property
+    def details(self) -> dict[str, str]:
+        return {} if self.is_accepted else {"accepted": "false"}
 
 
 class EngineDied(HoldfastError):

@@ -19,7 +19,7 @@ class RunningCalls:
 
     def check_open(self) -> None:
         if not self._is_open:
-            raise Draining
+            raise Draining(is_accepted=False)
 
     def drain(self) -> None:
         """Take no more calls."""

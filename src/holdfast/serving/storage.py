@@ -15,7 +15,7 @@ from holdfast.metrics import Metrics
 from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
 from holdfast.sessions.journal.files import write_file
 from holdfast.sessions.journal.schema import room_advice, salvage_advice
-from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.ports import ModelInfo
 
@@ -42,8 +42,8 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     memory = config.snapshot_memory_mb * _MB
     if not config.data_dir:
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-            snapshots = SnapshotStore(Path(folder), budget_bytes=0, memory_budget_bytes=memory)
-            yield Storage(NoJournal(), snapshots)
+            tier = open_tier(config.snapshots, Path(folder), budget_bytes=0)
+            yield Storage(NoJournal(), SnapshotStore(tier, memory_budget_bytes=memory))
         return
     directory = Path(config.data_dir).expanduser()
     noted = _noted_model(directory)
@@ -52,7 +52,11 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
             f"the data directory {directory} was used with {noted['name']!r}, which has another tokenizer than "
             f"{model.name!r}; use another --data-dir, or serve that model"
         )
-    journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
+    journal = SqliteJournal(
+        directory,
+        on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds),
+        on_damage=lambda: metrics.journal_damaged.set(1),
+    )
     metrics.journal_cut_commits.set(journal.num_cut_commits)
     try:
         stored = tuple(journal.load())
@@ -61,14 +65,12 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
                 logger.warning("%s has no %s: its sessions are taken for those of %s", directory, _MODEL, model.name)
             facts = {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
             write_file(directory / _MODEL, json.dumps(facts).encode())
-        snapshots = SnapshotStore(
-            directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB, memory_budget_bytes=memory
-        )
+        tier = open_tier(config.snapshots, directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB)
     except OSError as exc:
         raise ConfigError(f"cannot use the data directory {directory}: {exc}. {room_advice(directory)}") from exc
     except StorageUnavailable as exc:
         raise ConfigError(f"{exc}. {salvage_advice(directory)}") from exc
-    yield Storage(journal, snapshots, stored)
+    yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory), stored)
 
 
 def _noted_model(directory: Path) -> dict[str, str] | None:

@@ -168,7 +168,7 @@ class Admission:
                 f"n times the number of prompts must be at most {limit} here{by}, got {num}", param="n"
             )
         if self._is_draining:
-            raise Draining
+            raise Draining(is_accepted=False)
         task = asyncio.current_task()
         assert task is not None
         self._entering.add(task)
@@ -180,7 +180,7 @@ class Admission:
         except asyncio.CancelledError:
             self._metrics.admission.labels("left").inc()
             if self._is_draining and not task.uncancel():  # it was cancelled by `drain` alone
-                raise Draining from None
+                raise Draining(is_accepted=False) from None
             raise
         finally:
             self._entering.discard(task)
