@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from holdfast.bench.cluster.clients import ChatClient, ClusterClient, Playground, TokenClient, read_record
+from holdfast.bench.cluster.clients import ChatClient, ClusterClient, Playground, TokenClient, read_record, together
 from holdfast.bench.cluster.faults import KINDS, LOSING, FaultKind, FaultRun, Saboteur, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
 from holdfast.bench.cluster.members import MemberProcesses, members_of
@@ -29,7 +29,7 @@ from holdfast.config import DEFAULT_MODEL, option
 _DELAY_S = 0.001  # of the upstream, for each token
 _GUEST = "guest"
 _READER = "reader"
-_LAST_TURN_LEASES = 10  # how long a session may take for its last turn, once all faults are over
+_LAST_TURN_S = 60.0  # how long a session may take for its last turn, once all faults are over
 _SLACK_S = 2.0  # beyond the lease, until a session of a dead member is answered
 _CONCURRENT_READS = 8
 _UNDISTURBED_S = 0.5  # after a fault that the next one waits for
@@ -107,7 +107,7 @@ async def run_cluster(
             async with _cancelled(clients):
                 await _cause_all(settings, saboteur, members, results)
                 results.step("the last turn of every session")
-                playground.ends_at = time.monotonic() + _LAST_TURN_LEASES * settings.lease_s
+                playground.ends_at = time.monotonic() + _LAST_TURN_S
                 await asyncio.gather(*clients)
             ended_s = time.monotonic()
         exits = [f"{one.name} ended with {one.code}: {one.said}" for one in members.exits]
@@ -144,7 +144,7 @@ def _clients(settings: ClusterSettings, playground: Playground) -> Iterator[Clus
 
 async def _cause_all(settings: ClusterSettings, saboteur: Saboteur, members: MemberProcesses, results: Results) -> None:
     planned = plan_faults(settings.faults, settings.members, settings.seed)
-    async with asyncio.TaskGroup() as pending:
+    async with together() as pending:
         for number, fault in enumerate(planned, 1):
             results.step(f"fault {number} of {len(planned)}, {fault.kind}")
             cause = pending.create_task(saboteur.cause(fault))
