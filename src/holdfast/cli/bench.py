@@ -20,6 +20,7 @@ from holdfast.bench import (
     responsiveness,
     speculation,
 )
+from holdfast.bench.cluster import scale
 from holdfast.bench.cluster import scenario as cluster
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, quick_note, run
@@ -33,6 +34,7 @@ SCENARIOS = (
     long_session.SCENARIO,
     recovery.SCENARIO,
     cluster.SCENARIO,
+    scale.SCENARIO,
     capacity.SCENARIO,
     quality.scenario(build_engine),
     engine_speed.DECODE,
