@@ -38,7 +38,7 @@ from holdfast.sessions.journal.base import (
 from holdfast.sessions.journal.files import write_file
 from holdfast.sessions.journal.salvage import salvage
 from holdfast.sessions.journal.segments import Segments
-from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.journal.snapshots import LocalSnapshots
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.record import TurnRecord
 from tests import journaling
@@ -375,7 +375,7 @@ async def test_only_the_owner_may_read_a_data_directory(tmp_path: Path) -> None:
     try:
         async with opened(directory) as journal:
             await journal.write(session(), turn(1, response=bytes(HEAVY)))
-            SnapshotStore(directory / "snapshots", budget_bytes=10_000).put("a", b"cache")
+            LocalSnapshots(directory / "snapshots", budget_bytes=10_000).put("a", b"cache")
             write_file(directory / "model.json", b"{}")
             found = modes(directory)
     finally:

@@ -20,6 +20,8 @@ from holdfast.bench import (
     responsiveness,
     speculation,
 )
+from holdfast.bench.cluster import scale
+from holdfast.bench.cluster import scenario as cluster
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, quick_note, run
 from holdfast.config import flag_of, metavar_of
@@ -31,6 +33,8 @@ SCENARIOS = (
     overhead.SCENARIO,
     long_session.SCENARIO,
     recovery.SCENARIO,
+    cluster.SCENARIO,
+    scale.SCENARIO,
     capacity.SCENARIO,
     quality.scenario(build_engine),
     engine_speed.DECODE,

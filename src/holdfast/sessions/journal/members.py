@@ -31,14 +31,13 @@ class PostgresMembers:
 
     def __init__(
         self,
-        name: str,
         connect: Callable[[], Connection],
         *,
         lease_s: float,
         flush: Callable[[], Awaitable[None]],
         on_renewed: Callable[[float], None],
     ) -> None:
-        self._name = name
+        self._name = ""  # until it joins
         self._connect = connect
         self._flush = flush
         self._on_renewed = on_renewed
@@ -200,26 +199,26 @@ def _join(connection: Connection, member: Member, lease_s: float) -> int:
     return int(row["epoch"])
 
 
-def take(connection: Connection, members: PostgresMembers, session_id: str) -> None:
-    """Make this member the owner of a session unless that is closed, in a transaction that holds this member's row.
+def take(connection: Connection, members: PostgresMembers, session_id: str, owner: str) -> None:
+    """Make this member the one that has the owner's open session, in a transaction that holds this member's row.
 
-    Raises SessionElsewhere where another member that is alive owns it, and SessionNotFound.
+    Raises SessionElsewhere where another member that is alive has it, and SessionNotFound.
     """
     while True:
         rows = connection.execute(
-            "SELECT member, closed_at IS NOT NULL AS is_closed FROM sessions WHERE id = $1", [session_id]
+            "SELECT member, closed_why FROM sessions WHERE id = $1 AND owner = $2", [session_id, owner]
         ).fetchall()
-        if not rows:
-            raise SessionNotFound(session_id)
-        owner = rows[0]["member"]
-        if rows[0]["is_closed"] or owner == members.name:
+        if not rows or rows[0]["closed_why"]:
+            raise SessionNotFound(session_id, detail=rows[0]["closed_why"] if rows else "unknown")
+        holder = rows[0]["member"]
+        if holder == members.name:
             return
-        if owner is not None and _is_alive(connection, owner, members.may_mark_dead):
-            raise SessionElsewhere(session_id, owner)
+        if holder is not None and _is_alive(connection, holder, members.may_mark_dead):
+            raise SessionElsewhere(session_id, holder)
         taken = connection.execute(
             "UPDATE sessions SET member = $1 WHERE id = $2 AND member IS NOT DISTINCT FROM $3 AND closed_at IS NULL"
             " RETURNING id",
-            [members.name, session_id, owner],
+            [members.name, session_id, holder],
         ).fetchall()
         if taken:
             return

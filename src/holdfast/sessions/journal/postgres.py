@@ -97,7 +97,6 @@ class PostgresJournal(DatabaseJournal):
         self,
         url: str,
         *,
-        member: str,
         lease_s: float = 10.0,
         blobs: BlobStore | None = None,
         model: Mapping[str, str] | None = None,
@@ -126,9 +125,7 @@ class PostgresJournal(DatabaseJournal):
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="holdfast-journal-reader")
         self._reader = threading.local()
         self._open_readers: list[Connection] = []
-        self._members = PostgresMembers(
-            member, self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed
-        )
+        self._members = PostgresMembers(self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed)
         self._writer = JournalWriter(
             self._commit,
             check=self._check,
@@ -161,8 +158,8 @@ class PostgresJournal(DatabaseJournal):
         rows = await self._look(lambda db: db.select("SELECT nextval('numbers') AS number"))
         return int(rows[0]["number"])
 
-    async def acquire(self, session_id: str) -> StoredSession:
-        return await self._in_reader(lambda connection: self._acquire(connection, session_id))
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
+        return await self._in_reader(lambda connection: self._acquire(connection, session_id, owner))
 
     async def release(self, session_ids: Sequence[str]) -> None:
         await self.write(*map(SessionReleased, session_ids))
@@ -235,15 +232,15 @@ class PostgresJournal(DatabaseJournal):
             self._open_readers.remove(connection)
             connection.close()
 
-    def _acquire(self, connection: Connection, session_id: str) -> StoredSession:
+    def _acquire(self, connection: Connection, session_id: str, owner: str) -> StoredSession:
         num_uncertain = self._num_uncertain
         with connection.transaction():
             if num_uncertain != self._num_settled:  # a commit of ours that is still under way has a lock on our row
                 connection.execute("SELECT 1 FROM members WHERE name = $1 FOR UPDATE", [self._members.name])
                 self._num_settled = num_uncertain
             self._check_lease(connection.execute(_OWN_ROW, [self._members.name]).fetchall())
-            take(connection, self._members, session_id)
-        return self._look_at(connection, lambda db: rows.session_of(db, session_id))
+            take(connection, self._members, session_id, owner)
+        return self._look_at(connection, lambda db: rows.open_session_of(db, session_id, owner))
 
     def _check_lease(self, own: list[dict[str, Any]]) -> None:
         self._members.check(own)
@@ -276,7 +273,7 @@ class PostgresJournal(DatabaseJournal):
             has_lost = self._roll_back()
             if has_lost and was_connected and not xid:  # nothing is written, and a new connection may work
                 return self._commit(writes)
-            if len(writes) > 1 and not has_lost and not isinstance(exc, StorageUnavailable):
+            if len(writes) > 1 and not has_lost and not isinstance(exc, JournalFailed):
                 return [outcome for write in writes for outcome in self._commit([write])]
             failed: JournalFailed | None = self._failed(exc)
             if has_lost and xid:
@@ -360,7 +357,7 @@ class PostgresJournal(DatabaseJournal):
             try:
                 connection = self._writing().connection
                 [row] = connection.execute("SELECT pg_xact_status($1::text::xid8) AS status", [xid]).fetchall()
-                if row["status"] != "in progress":
+                if row["status"] in ("committed", "aborted"):
                     return None if row["status"] == "committed" else failed
                 connection.execute(  # it waits for a link that is cut
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_xid = $1::text::xid8::xid",

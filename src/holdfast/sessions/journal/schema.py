@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from holdfast.sessions.journal.damage import damage_of
 from holdfast.sessions.journal.files import is_same_file, make_directory, open_private, sync, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,9 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
-    """A connection to the database at `path`, checked and migrated, and how many commits were cut from its log.
+def open_database(path: Path, *, max_checked_bytes: int) -> tuple[sqlite3.Connection, int]:
+    """A connection to the database at `path`, migrated, and how many commits were cut from its log. A database of up to
+    `max_checked_bytes` is checked for damage; of a larger one only what opening reads is.
 
     The database is created where there is none. Raises ConfigError, with what to do, where the file is damaged.
     """
@@ -85,13 +87,12 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
             _create(path)
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise _damaged(path, "it is not an SQLite database, or it was cut short")
+                raise damaged(path, "it is not an SQLite database, or it was cut short")
         connection = connect(path)
         try:
             num_cut = report_cut_log(path, connection)
-            problems = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
-            if problems != ["ok"]:
-                raise _damaged(path, " ".join(problems[0].split()))
+            if path.stat().st_size <= max_checked_bytes and (problem := damage_of(connection)) is not None:
+                raise damaged(path, problem)
             migrate(connection, path)
         except BaseException:
             connection.close()
@@ -99,7 +100,7 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
     except sqlite3.OperationalError as exc:
         raise ConfigError(f"cannot open the journal {path}: {exc}. {room_advice(path.parent)}") from exc
     except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # SQLite's own messages may quote the damage
-        raise _damaged(path, str(exc)) from exc
+        raise damaged(path, str(exc)) from exc
     except OSError as exc:
         raise ConfigError(f"cannot open the journal {path}: {exc.strerror}. {room_advice(path.parent)}") from exc
     return connection, num_cut
@@ -146,7 +147,7 @@ def _create(path: Path) -> None:
     """Under another name first: a database that has its name is whole, so an empty one is a damaged one."""
     left_over = [other for other in (path.with_name(f"{path.name}-wal"), path.parent / "segments") if other.exists()]
     if left_over:
-        raise _damaged(path, f"it is missing, but {left_over[0].name} is there")
+        raise damaged(path, f"it is missing, but {left_over[0].name} is there")
     new = path.with_name(f"{path.name}.new")
     for name in (new.name, f"{new.name}-wal", f"{new.name}-shm", f"{new.name}-journal"):
         path.with_name(name).unlink(missing_ok=True)
@@ -164,7 +165,8 @@ def _create(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def _damaged(path: Path, why: str) -> ConfigError:
+def damaged(path: Path, why: str) -> ConfigError:
+    """Says that the database is, and what to do."""
     return ConfigError(f"the journal {path} is damaged: {why}. {salvage_advice(path.parent)}")
 
 

@@ -7,18 +7,19 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
 from holdfast.sessions.journal import rows
 from holdfast.sessions.journal.base import Entry, Members, StoredSession, TurnRecorded
+from holdfast.sessions.journal.damage import LaterCheck
 from holdfast.sessions.journal.database import Database, SqliteDatabase
 from holdfast.sessions.journal.database_journal import DatabaseJournal
 from holdfast.sessions.journal.files import is_same_file, make_private
 from holdfast.sessions.journal.recorder import INLINE_BYTES, Recorder
-from holdfast.sessions.journal.schema import DirectoryLock, connect, open_database
+from holdfast.sessions.journal.schema import DirectoryLock, connect, damaged, open_database
 from holdfast.sessions.journal.segments import SegmentPosition, Segments
 from holdfast.sessions.journal.writer import JournalWriter
 
@@ -28,9 +29,11 @@ T = TypeVar("T")
 
 
 class SqliteJournal(DatabaseJournal):
-    """`directory` is made where it is missing, and ours alone until `close`. Opening blocks, and checks everything.
+    """`directory` is made where it is missing, and ours alone until `close`. Opening blocks.
 
-    `on_commit` learns in the writer's thread how long a commit took and how many writes it held.
+    A database of up to `max_checked_bytes` is checked for damage when it is opened; a larger one while it is in use, so
+    that opening takes no longer the larger it is. `on_damage` learns in a thread that there is some; `health` says
+    what. `on_commit` learns in the writer's thread how long a commit took and how many writes it held.
     """
 
     def __init__(
@@ -41,18 +44,23 @@ class SqliteJournal(DatabaseJournal):
         max_queued_bytes: int = 64 * 2**20,
         note_delay_s: float = 0.5,
         recover_s: float = 1.0,
+        max_checked_bytes: int = 64 * 2**20,
         on_commit: Callable[[float, int], None] = lambda seconds, num_writes: None,
+        on_damage: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         self._path = directory / "journal.db"
         self._on_commit = on_commit
+        self._on_damage = on_damage
+        self._damage: str | None = None
+        self._later_check: LaterCheck | None = None
         self._last_number: int | None = None
         self._must_reconnect = False
         with contextlib.ExitStack() as undo:
             self._lock = DirectoryLock(directory)
             undo.callback(self._lock.release)
             make_private(directory)
-            self._connection, self.num_cut_commits = open_database(self._path)
+            self._connection, self.num_cut_commits = open_database(self._path, max_checked_bytes=max_checked_bytes)
             undo.callback(self._connection.close)
             # As long as a second connection is open, SQLite never takes up again what a failed commit left in the log.
             self._reader = connect(self._path)
@@ -60,6 +68,8 @@ class SqliteJournal(DatabaseJournal):
             self._reading = threading.Lock()
             self._bodies = self._segments = self._open_segments(max_segment_bytes)
             self._held = self._files_now()
+            if self._path.stat().st_size > max_checked_bytes:
+                self._later_check = LaterCheck(self._path, self._found_damage)
             undo.pop_all()
         self._recorder = self._new_recorder()
         self._writer = JournalWriter(
@@ -71,6 +81,10 @@ class SqliteJournal(DatabaseJournal):
         )
 
     @property
+    def health(self) -> str | None:
+        return self._health or self._damage
+
+    @property
     def members(self) -> Members | None:
         return None
 
@@ -80,8 +94,8 @@ class SqliteJournal(DatabaseJournal):
         self._last_number += 1
         return self._last_number
 
-    async def acquire(self, session_id: str) -> StoredSession:
-        return await self.read_session(session_id)
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
+        return await self._look(lambda db: rows.open_session_of(db, session_id, owner))
 
     async def release(self, session_ids: Sequence[str]) -> None:
         pass
@@ -110,17 +124,37 @@ class SqliteJournal(DatabaseJournal):
                 raise StorageUnavailable(f"the journal {self._path} cannot be read: {exc}") from exc
 
     def _open_segments(self, max_segment_bytes: int) -> Segments:
-        ends = self._connection.execute(
-            "SELECT segment, CAST(max(start + length) AS INTEGER) FROM bodies"
-            " WHERE typeof(segment) = 'integer' AND start IS NOT NULL GROUP BY segment"
+        last = (
+            "SELECT CAST(start + length AS INTEGER) FROM bodies"
+            " WHERE segment = ? AND typeof(start) = 'integer' ORDER BY start DESC LIMIT 1"
         )
         try:
-            directory = self.directory / "segments"
-            return Segments(directory, ends=dict(ends.fetchall()), max_segment_bytes=max_segment_bytes)
+            ends = {
+                segment: end
+                for segment in self._used_segments()
+                for (end,) in self._connection.execute(last, (segment,))
+            }
+            return Segments(self.directory / "segments", ends=ends, max_segment_bytes=max_segment_bytes)
+        except sqlite3.DatabaseError as exc:
+            raise damaged(self._path, str(exc)) from exc
         except OSError as exc:
             raise ConfigError(f"cannot use the data directory {self.directory}: {exc}") from exc
 
+    def _used_segments(self) -> Iterator[int]:
+        """By the index on them: one look-up for each segment, however many bodies it holds."""
+        query = "SELECT min(segment) FROM bodies WHERE segment > ? AND typeof(segment) = 'integer'"
+        segment = -1
+        while (segment := self._connection.execute(query, (segment,)).fetchone()[0]) is not None:
+            yield segment
+
+    def _found_damage(self, what: str) -> None:
+        self._damage = str(damaged(self._path, what))
+        logger.error("%s", self._damage)
+        self._on_damage()
+
     def _close(self) -> None:
+        if self._later_check is not None:
+            self._later_check.stop()
         self._segments.close()
         with self._reading:
             self._reader.close()
@@ -254,8 +288,7 @@ class SqliteJournal(DatabaseJournal):
             logger.error("%s was deleted; its content was saved in %s", self._log_path, self._path.name)
 
     def _remove_segments(self) -> None:
-        used = self._connection.execute("SELECT DISTINCT segment FROM bodies WHERE segment IS NOT NULL")
         try:
-            self._segments.remove_unused({row[0] for row in used})
+            self._segments.remove_unused(set(self._used_segments()))
         except OSError as exc:
             logger.warning("unused segment files could not be removed, and stay until the next start: %s", exc)
