@@ -445,6 +445,7 @@ async def test_a_link_that_falls_silent_fails_writes_reads_and_renewals_in_time(
     postgres: str, cable: Cable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(postgres_journal, "_READ_S", 0.3)
+    monkeypatch.setattr(postgres_journal, "_NUM_READERS", 1)
     async with member(through(cable, postgres), "one", lease_s=0.3, recover_s=0.5) as one:
         await one.write(session())
         assert await numbers(one) == []
