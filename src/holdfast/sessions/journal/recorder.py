@@ -75,9 +75,8 @@ class Recorder:
             case HistoryRewound():
                 self._span(entry.session_id, "rewound", length=entry.length)
             case TurnRecorded():
-                turn = entry.turn
-                bodies = {"request": self._body(turn.request or b""), "response": self._body(turn.response or b"")}
-                self._turn(entry.session_id, to_stored(turn) | bodies)
+                bodies = {name: self._body_of(entry, name) for name in ("request", "response")}
+                self._turn(entry.session_id, to_stored(entry.turn) | bodies)
             case TurnDelivered():
                 self._delivered.append((entry.session_id, entry.number))
             case Rewarded(turn=None):
@@ -125,7 +124,7 @@ class Recorder:
         state = (entry.sink, None, None, None)
         values = (*fields, row_checksum(fields, state), *state, None, None, entry.name or None)
         self._connection.execute(f"INSERT INTO sessions VALUES ({', '.join('?' * len(values))})", values)
-        if entry.forked_from:
+        if entry.forked_from and entry.copies_turns:
             self.flush()
             self._copy_turns(entry.forked_from, entry.session_id)
 
@@ -163,6 +162,19 @@ class Recorder:
     ) -> None:
         fields = (self._next_step(), session_id, kind, length, tokens, logprobs, sampling_logprobs, stop_reason)
         self._rows.add("spans", *fields, row_checksum(fields))
+
+    def _body_of(self, entry: TurnRecorded, which: str) -> int:
+        """The id of a turn's body, which another turn may have brought already."""
+        content: bytes = getattr(entry.turn, which) or b""
+        if entry.origin is not None:
+            self.flush()
+            query = (
+                f"SELECT bodies.id FROM turns JOIN bodies ON bodies.id = turns.{which} WHERE session = ? AND number = ?"
+                " AND bodies.length = ? AND bodies.checksum = ?"
+            )
+            for row in select(self._connection, query, *entry.origin, len(content), checksum_of(content)):
+                return int(row["id"])
+        return self._body(content)
 
     def _body(self, content: bytes) -> int:
         """The id of the row that has the bytes, or says where they are."""

@@ -141,6 +141,12 @@ class SqliteJournal:
         look = partial(rows.listed, owner=owner, after=after, label=label, limit=limit)
         return await asyncio.to_thread(self._read, look)
 
+    async def list_all(self, *, after: tuple[int, str] = (0, ""), limit: int = 1000) -> list[ListedSession]:
+        return await asyncio.to_thread(self._read, lambda db: rows.all_listed(db, after, limit))
+
+    async def count_all(self) -> int:
+        return await asyncio.to_thread(self._read, rows.num_sessions)
+
     async def count_open(self, owner: str) -> int:
         return await asyncio.to_thread(self._read, lambda db: rows.num_open(db, owner))
 

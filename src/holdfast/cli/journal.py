@@ -1,0 +1,180 @@
+"""`holdfast journal`: check, copy and migrate what servers have on record.
+
+A TARGET is a data directory, or the URL of a PostgreSQL database.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from holdfast.errors import ConfigError
+from holdfast.sessions.journal.base import Journal
+from holdfast.sessions.journal.copying import Advance, compare, copy_sessions, examine
+from holdfast.sessions.journal.damage import damage_of
+from holdfast.sessions.journal.files import make_directory, sync_directory, write_file
+from holdfast.sessions.journal.schema import MIGRATIONS, connect
+from holdfast.sessions.journal.sqlite import SqliteJournal
+
+_COPY = """Copy every session, open and closed, with turns, replies, rewards and names, from one place to another: from a
+data directory to a PostgreSQL database, or back. TO must be empty; FROM is not changed, and no server may use it.
+Afterwards both are read and compared, session by session."""
+_CHECK = """Read everything that is on record and compare it with its checksums. The exit code is 1 if something is
+damaged. No server may use a data directory meanwhile; a database may be in use."""
+_MIGRATE = """Bring a data directory or a database to the version of this Holdfast. A server does so by itself where that
+is quick. TARGET is by default what HOLDFAST_JOURNAL or HOLDFAST_DATA_DIR names."""
+_BLOBS = "where a database keeps long requests and replies, as in `holdfast serve --blobs`"
+_PARTIAL = "incomplete-copy"  # in the directory that is copied to, until all is there
+_KEPT = ("segments", "model.json", "journal.db")  # the database at the end: without it there is nothing to start on
+
+
+def register(commands: Any) -> None:
+    about = "check, copy and migrate a data directory or a database"
+    parser = commands.add_parser("journal", help=about, description=__doc__)
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+
+    def action(name: str, help: str, run: Any, description: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = actions.add_parser(name, help=help, description=description)
+        added.set_defaults(run=run)
+        return added
+
+    checking = action("check", "read everything and compare it with its checksums", _check, _CHECK)
+    checking.add_argument("target", metavar="TARGET")
+    checking.add_argument("--blobs", default="", metavar="DIR|URL", help=_BLOBS)
+    copying = action("copy", "copy all sessions to another place", _copy, _COPY)
+    copying.add_argument("source", metavar="FROM")
+    copying.add_argument("target", metavar="TO")
+    copying.add_argument("--blobs", default="", metavar="DIR|URL", help=_BLOBS)
+    copying.add_argument("--to-blobs", metavar="DIR|URL", help="the same for TO (default: --blobs)")
+    migrating = action("migrate", "bring it to the version of this Holdfast", _migrate, _MIGRATE)
+    migrating.add_argument("target", nargs="?", metavar="TARGET")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    return asyncio.run(_checked(arguments.target, arguments.blobs))
+
+
+async def _checked(target: str, blobs: str) -> int:
+    async with _existing(target, blobs) as journal:
+        problem = None
+        if isinstance(journal, SqliteJournal):
+            problem = await asyncio.to_thread(_page_damage, journal.directory / "journal.db")
+        with _progress("checking", await journal.count_all()) as advance:
+            found = await examine(journal, advance)
+    if problem is not None:
+        print(f"damaged pages: {problem}", file=sys.stderr)
+    for what in found.problems:
+        print(what, file=sys.stderr)
+    intact = found.num_sessions - len(found.problems)
+    print(f"{_shown(target)}: {intact:,} of {found.num_sessions:,} sessions are intact, with {found.num_turns:,} turns")
+    return 1 if found.problems or problem is not None else 0
+
+
+def _page_damage(path: Path) -> str | None:
+    with contextlib.closing(connect(path)) as connection:
+        return damage_of(connection, with_indexes=True)
+
+
+def _copy(arguments: argparse.Namespace) -> int:
+    to_blobs = arguments.blobs if arguments.to_blobs is None else arguments.to_blobs
+    return asyncio.run(_copied(arguments.source, arguments.target, arguments.blobs, to_blobs))
+
+
+async def _copied(source_name: str, target_name: str, blobs: str, to_blobs: str) -> int:
+    async with _existing(source_name, blobs, alone=True) as source, _empty(target_name, to_blobs) as target:
+        total = await source.count_all()
+        with _progress("copying", total) as advance:
+            await copy_sessions(source, target, advance)
+        with _progress("comparing", total) as advance:
+            num_sessions = await compare(source, target, advance)
+        await _note_model(target, await _noted_model(source))
+    print(f"{_shown(target_name)}: {num_sessions:,} sessions copied and compared")
+    return 0
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    target = arguments.target or os.environ.get("HOLDFAST_JOURNAL") or os.environ.get("HOLDFAST_DATA_DIR")
+    if not target:
+        raise ConfigError("pass TARGET: a data directory, or the URL of a PostgreSQL database")
+    return asyncio.run(_migrated(target))
+
+
+async def _migrated(target: str) -> int:
+    async with _existing(target, ""):
+        pass
+    print(f"{_shown(target)} has version {len(MIGRATIONS)}")
+    return 0
+
+
+# Places
+
+
+@contextlib.asynccontextmanager
+async def _existing(target: str, blobs: str, *, alone: bool = False) -> AsyncIterator[Journal]:
+    """A journal to read. With `alone`, no server may use it."""
+    directory = Path(target).expanduser()
+    if not (directory / "journal.db").exists():
+        raise ConfigError(f"{directory} is not the data directory of a server: it has no journal")
+    journal = await asyncio.to_thread(SqliteJournal, directory)
+    try:
+        yield journal
+    finally:
+        await journal.close()
+
+
+@contextlib.asynccontextmanager
+async def _empty(target: str, blobs: str) -> AsyncIterator[Journal]:
+    """A journal without sessions, to write. A directory has nothing of it until the context ends without an error."""
+    directory = Path(target).expanduser()
+    partial = directory / _PARTIAL
+    if directory.exists() and any(path != partial for path in directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty; choose a new directory")
+    make_directory(directory)
+    shutil.rmtree(partial, ignore_errors=True)  # of a copy that was interrupted
+    try:
+        journal = await asyncio.to_thread(SqliteJournal, partial)
+        try:
+            yield journal
+        finally:
+            await journal.close()
+        for name in _KEPT:
+            if (partial / name).exists():
+                os.rename(partial / name, directory / name)
+        sync_directory(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+async def _noted_model(journal: Journal) -> bytes | None:
+    assert isinstance(journal, SqliteJournal)
+    with contextlib.suppress(FileNotFoundError):
+        return (journal.directory / "model.json").read_bytes()
+    return None
+
+
+async def _note_model(journal: Journal, facts: bytes | None) -> None:
+    assert isinstance(journal, SqliteJournal)
+    if facts:
+        write_file(journal.directory / "model.json", facts)
+
+
+def _shown(target: str) -> str:
+    return target
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator[Advance]:
+    """A progress bar if stderr is a terminal; call it after each session."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
