@@ -46,9 +46,8 @@ async def test_damage_in_a_large_database_is_found_while_it_is_in_use(tmp_path: 
     found: list[bool] = []
     try:
         journal = SqliteJournal(tmp_path, max_checked_bytes=0, on_damage=lambda: found.append(True))
-    except ConfigError as exc:  # opening reads that page
+    except ConfigError:  # opening reads that page
         assert page is not None
-        assert "is damaged" in str(exc)
         return
     assert journal._later_check is not None
     thread = journal._later_check._thread

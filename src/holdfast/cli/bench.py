@@ -18,6 +18,7 @@ from holdfast.bench import (
     quality,
     recovery,
     responsiveness,
+    resting,
     speculation,
 )
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
@@ -32,6 +33,7 @@ SCENARIOS = (
     long_session.SCENARIO,
     recovery.SCENARIO,
     capacity.SCENARIO,
+    resting.SCENARIO,
     quality.scenario(build_engine),
     engine_speed.DECODE,
     engine_speed.PREFILL,

@@ -7,9 +7,8 @@ import argparse
 import asyncio
 import contextlib
 import os
-import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,19 @@ from holdfast.errors import ConfigError
 from holdfast.sessions.journal.base import Journal
 from holdfast.sessions.journal.copying import Advance, compare, copy_sessions, examine
 from holdfast.sessions.journal.damage import damage_of
-from holdfast.sessions.journal.files import make_directory, sync_directory, write_file
+from holdfast.sessions.journal.files import write_file
+from holdfast.sessions.journal.places import empty, existing
 from holdfast.sessions.journal.schema import MIGRATIONS, connect
 from holdfast.sessions.journal.sqlite import SqliteJournal
 
-_COPY = """Copy every session, open and closed, with turns, replies, rewards and names, from one place to another: from a
-data directory to a PostgreSQL database, or back. TO must be empty; FROM is not changed, and no server may use it.
-Afterwards both are read and compared, session by session."""
+_COPY = """Copy every session, open and closed, with turns, replies, rewards and names: from a data directory to a
+PostgreSQL database, or back. TO must be empty; FROM is not changed, and no server may use it. Afterwards both are read
+and compared, session by session."""
 _CHECK = """Read everything that is on record and compare it with its checksums. The exit code is 1 if something is
 damaged. No server may use a data directory meanwhile; a database may be in use."""
-_MIGRATE = """Bring a data directory or a database to the version of this Holdfast. A server does so by itself where that
-is quick. TARGET is by default what HOLDFAST_JOURNAL or HOLDFAST_DATA_DIR names."""
+_MIGRATE = """Bring a data directory or a database to the version of this Holdfast. A server does so by itself where it
+can. TARGET is by default what HOLDFAST_JOURNAL or HOLDFAST_DATA_DIR names."""
 _BLOBS = "where a database keeps long requests and replies, as in `holdfast serve --blobs`"
-_PARTIAL = "incomplete-copy"  # in the directory that is copied to, until all is there
-_KEPT = ("segments", "model.json", "journal.db")  # the database at the end: without it there is nothing to start on
 
 
 def register(commands: Any) -> None:
@@ -63,7 +61,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 async def _checked(target: str, blobs: str) -> int:
-    async with _existing(target, blobs) as journal:
+    async with existing(target, blobs) as journal:
         problem = None
         if isinstance(journal, SqliteJournal):
             problem = await asyncio.to_thread(_page_damage, journal.directory / "journal.db")
@@ -89,7 +87,7 @@ def _copy(arguments: argparse.Namespace) -> int:
 
 
 async def _copied(source_name: str, target_name: str, blobs: str, to_blobs: str) -> int:
-    async with _existing(source_name, blobs, alone=True) as source, _empty(target_name, to_blobs) as target:
+    async with existing(source_name, blobs, alone=True) as source, empty(target_name, to_blobs) as target:
         total = await source.count_all()
         with _progress("copying", total) as advance:
             await copy_sessions(source, target, advance)
@@ -108,49 +106,10 @@ def _migrate(arguments: argparse.Namespace) -> int:
 
 
 async def _migrated(target: str) -> int:
-    async with _existing(target, ""):
+    async with existing(target, ""):
         pass
     print(f"{_shown(target)} has version {len(MIGRATIONS)}")
     return 0
-
-
-# Places
-
-
-@contextlib.asynccontextmanager
-async def _existing(target: str, blobs: str, *, alone: bool = False) -> AsyncIterator[Journal]:
-    """A journal to read. With `alone`, no server may use it."""
-    directory = Path(target).expanduser()
-    if not (directory / "journal.db").exists():
-        raise ConfigError(f"{directory} is not the data directory of a server: it has no journal")
-    journal = await asyncio.to_thread(SqliteJournal, directory)
-    try:
-        yield journal
-    finally:
-        await journal.close()
-
-
-@contextlib.asynccontextmanager
-async def _empty(target: str, blobs: str) -> AsyncIterator[Journal]:
-    """A journal without sessions, to write. A directory has nothing of it until the context ends without an error."""
-    directory = Path(target).expanduser()
-    partial = directory / _PARTIAL
-    if directory.exists() and any(path != partial for path in directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty; choose a new directory")
-    make_directory(directory)
-    shutil.rmtree(partial, ignore_errors=True)  # of a copy that was interrupted
-    try:
-        journal = await asyncio.to_thread(SqliteJournal, partial)
-        try:
-            yield journal
-        finally:
-            await journal.close()
-        for name in _KEPT:
-            if (partial / name).exists():
-                os.rename(partial / name, directory / name)
-        sync_directory(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 async def _noted_model(journal: Journal) -> bytes | None:

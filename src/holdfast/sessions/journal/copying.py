@@ -20,8 +20,8 @@ from holdfast.sessions.journal.base import (
     SessionClosed,
     SessionOpened,
     SessionRested,
-    Step,
     StoredSession,
+    TokensGiven,
     TokensSampled,
     TurnRecorded,
     num_bytes,
@@ -68,7 +68,7 @@ async def copy_sessions(source: Journal, target: Journal, advance: Advance) -> N
 
 
 async def compare(source: Journal, target: Journal, advance: Advance) -> int:
-    """Read both, and compare a digest of each session; how many there are. Raises StorageUnavailable where they differ."""
+    """Read both and compare a digest of each session; how many there are. Raises StorageUnavailable if they differ."""
     num_sessions = 0
     others = every_session(target)
     async for listed in every_session(source):
@@ -143,14 +143,14 @@ async def _digest(journal: Journal, listed: ListedSession) -> bytes:
     digest.update(msgspec.msgpack.encode((stored.opened, listed.opened, state), order="deterministic"))
     for step in stored.steps:
         if isinstance(step, TurnRecord):
-            step = await with_bodies(step, stored.opened.session_id, journal)
-        digest.update(msgspec.msgpack.encode(_plain(step)))
+            turn = await with_bodies(step, stored.opened.session_id, journal)
+            digest.update(msgspec.msgpack.encode(list(to_stored(turn).items())))
+        else:
+            digest.update(msgspec.msgpack.encode(_plain(step)))
     return digest.digest()
 
 
-def _plain(step: Step) -> list[object]:
-    if isinstance(step, TurnRecord):
-        return [*to_stored(step).items()]
+def _plain(step: TokensGiven | TokensSampled | HistoryRewound) -> list[object]:
     if isinstance(step, HistoryRewound):
         return [type(step).__name__, step.length]
     plain: list[object] = [type(step).__name__, packed(step.tokens)]

@@ -39,7 +39,7 @@ class SqliteJournal:
     """`directory` is made where it is missing, and ours alone until `close`. Opening blocks.
 
     A database of up to `max_checked_bytes` is checked for damage when it is opened; a larger one while it is in use, so
-    that opening takes no longer the larger it is. `on_damage` learns in a thread that there is some; `health` says what.
+    that its size does not delay the opening. `on_damage` learns in a thread that there is some, `health` says what.
     `on_commit` learns in the writer's thread how long a commit took and how many writes it held.
     """
 
@@ -68,9 +68,7 @@ class SqliteJournal:
             self._lock = DirectoryLock(directory)
             undo.callback(self._lock.release)
             make_private(directory)
-            self._connection, self.num_cut_commits = open_database(
-                self._path, max_checked_bytes=max_checked_bytes
-            )
+            self._connection, self.num_cut_commits = open_database(self._path, max_checked_bytes=max_checked_bytes)
             undo.callback(self._connection.close)
             # As long as a second connection is open, SQLite never takes up again what a failed commit left in the log.
             self._reader = connect(self._path)
