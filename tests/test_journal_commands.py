@@ -30,7 +30,9 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.journal.copying import compare, copy_sessions
 from holdfast.sessions.journal.files import write_file
+from holdfast.sessions.journal.places import existing, joined, noted_model
 from holdfast.sessions.journal.sqlite import SqliteJournal
+from tests.postgres import fresh_database
 from tests.talking import until
 from tests.test_journal import many_written, opened, session, turn
 
@@ -191,3 +193,46 @@ def test_a_copy_is_refused_where_it_cannot_be_right(tmp_path: Path, capsys: pyte
     told = capsys.readouterr()
     assert f"session {4:032x}: step" in told.err
     assert "13 of 14 sessions are intact" in told.out
+
+
+def test_sessions_go_to_a_database_and_come_back_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def prepare() -> None:
+        async with opened(tmp_path / "data") as journal:
+            await filled(journal)
+
+    async def look(url: str) -> None:
+        async with existing(url) as journal:
+            assert await journal.next_number() == 23
+            assert [listed.member for listed in await journal.list_open("me")] == [""] * 10
+            async with joined(journal):  # as a server that runs
+                for command in (("copy", url, tmp_path / "new"), ("copy", tmp_path / "data", url)):
+                    assert await asyncio.to_thread(holdfast, "journal", *command) == 2
+
+    asyncio.run(prepare())
+    write_file(tmp_path / "data" / "model.json", b'{"name": "m", "tokenizer_hash": "h"}')
+    blobs = ["--blobs", tmp_path / "blobs"]
+    with fresh_database() as url:
+        assert holdfast("journal", "copy", tmp_path / "data", url, *blobs) == 0
+        assert "14 sessions copied and compared" in capsys.readouterr().out
+        num_long = len([path for path in (tmp_path / "blobs").rglob("*") if path.is_file()])
+        assert num_long == 10  # those of one session; its forks share them
+        asyncio.run(look(url))
+        told = capsys.readouterr().err
+        assert "uses the journal in 127.0.0.1" in told
+        assert "has sessions already" in told
+        assert holdfast("journal", "check", url, *blobs) == 0
+        assert "14 of 14 sessions are intact, with 44 turns" in capsys.readouterr().out
+        assert holdfast("journal", "check", url) == 1
+        assert "--blobs is not set" in capsys.readouterr().err
+        assert holdfast("journal", "migrate", url) == 0
+        assert holdfast("journal", "copy", url, tmp_path / "back", *blobs) == 0
+    assert sizes(tmp_path / "back") == sizes(tmp_path / "data")
+    assert noted_model(str(tmp_path / "back")) == {"name": "m", "tokenizer_hash": "h"}
+
+    async def both() -> int:
+        async with opened(tmp_path / "data") as one, opened(tmp_path / "back") as two:
+            return await compare(one, two, lambda: None)
+
+    assert asyncio.run(both()) == 14

@@ -36,7 +36,7 @@ from holdfast.sessions.journal.base import (
     with_bodies,
 )
 from holdfast.sessions.journal.copying import every_session
-from holdfast.sessions.journal.places import existing
+from holdfast.sessions.journal.places import existing, joined
 
 _WRITE_BYTES = 4 * 2**20  # in one commit
 _CHECKED = 3  # sessions after each start whose whole record is read
@@ -113,7 +113,7 @@ class _RestingRun:
     async def fill(self, number: int) -> None:
         """Write copies until there are so many sessions."""
         began = time.perf_counter()
-        async with existing(self._place) as journal:
+        async with existing(self._place) as journal, joined(journal):
             stored, turns = await _first(journal)
             summary = SessionSummary(history_length=0, given=(0, 0), sampled=(0, 0), num_turns=len(turns))
             batch: list[Entry] = []

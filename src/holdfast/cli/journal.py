@@ -16,12 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from holdfast.errors import ConfigError
-from holdfast.sessions.journal.base import Journal
 from holdfast.sessions.journal.copying import Advance, compare, copy_sessions, examine
 from holdfast.sessions.journal.damage import damage_of
-from holdfast.sessions.journal.files import write_file
-from holdfast.sessions.journal.places import empty, existing
-from holdfast.sessions.journal.schema import MIGRATIONS, connect
+from holdfast.sessions.journal.places import empty, existing, migrate, noted_model, shown
+from holdfast.sessions.journal.schema import connect
 from holdfast.sessions.journal.sqlite import SqliteJournal
 
 _COPY = """Copy every session, open and closed, with turns, replies, rewards and names: from a data directory to a
@@ -72,7 +70,7 @@ async def _checked(target: str, blobs: str) -> int:
     for what in found.problems:
         print(what, file=sys.stderr)
     intact = found.num_sessions - len(found.problems)
-    print(f"{_shown(target)}: {intact:,} of {found.num_sessions:,} sessions are intact, with {found.num_turns:,} turns")
+    print(f"{shown(target)}: {intact:,} of {found.num_sessions:,} sessions are intact, with {found.num_turns:,} turns")
     return 1 if found.problems or problem is not None else 0
 
 
@@ -87,46 +85,24 @@ def _copy(arguments: argparse.Namespace) -> int:
 
 
 async def _copied(source_name: str, target_name: str, blobs: str, to_blobs: str) -> int:
-    async with existing(source_name, blobs, alone=True) as source, empty(target_name, to_blobs) as target:
-        total = await source.count_all()
-        with _progress("copying", total) as advance:
-            await copy_sessions(source, target, advance)
-        with _progress("comparing", total) as advance:
-            num_sessions = await compare(source, target, advance)
-        await _note_model(target, await _noted_model(source))
-    print(f"{_shown(target_name)}: {num_sessions:,} sessions copied and compared")
+    async with existing(source_name, blobs, is_alone=True) as source:
+        model = await asyncio.to_thread(noted_model, source_name)
+        async with empty(target_name, to_blobs, model) as target:
+            total = await source.count_all()
+            with _progress("copying", total) as advance:
+                await copy_sessions(source, target, advance)
+            with _progress("comparing", total) as advance:
+                num_sessions = await compare(source, target, advance)
+    print(f"{shown(target_name)}: {num_sessions:,} sessions copied and compared")
     return 0
 
 
 def _migrate(arguments: argparse.Namespace) -> int:
-    target = arguments.target or os.environ.get("HOLDFAST_JOURNAL") or os.environ.get("HOLDFAST_DATA_DIR")
-    if not target:
+    place = arguments.target or os.environ.get("HOLDFAST_JOURNAL") or os.environ.get("HOLDFAST_DATA_DIR")
+    if not place:
         raise ConfigError("pass TARGET: a data directory, or the URL of a PostgreSQL database")
-    return asyncio.run(_migrated(target))
-
-
-async def _migrated(target: str) -> int:
-    async with existing(target, ""):
-        pass
-    print(f"{_shown(target)} has version {len(MIGRATIONS)}")
+    print(f"{shown(place)} has version {migrate(place)}")
     return 0
-
-
-async def _noted_model(journal: Journal) -> bytes | None:
-    assert isinstance(journal, SqliteJournal)
-    with contextlib.suppress(FileNotFoundError):
-        return (journal.directory / "model.json").read_bytes()
-    return None
-
-
-async def _note_model(journal: Journal, facts: bytes | None) -> None:
-    assert isinstance(journal, SqliteJournal)
-    if facts:
-        write_file(journal.directory / "model.json", facts)
-
-
-def _shown(target: str) -> str:
-    return target
 
 
 @contextlib.contextmanager

@@ -141,6 +141,13 @@ class SessionRested:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionReleased:
+    """The session has no owner from now on: any member of the cluster may acquire it."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SessionClosed:
     """`why`: closed, expired or evicted. What is on record stays until it is purged."""
 
@@ -166,6 +173,7 @@ Entry = (
     | Rewarded
     | Pinned
     | SessionRested
+    | SessionReleased
     | SessionClosed
     | SessionPurged
 )
@@ -250,7 +258,7 @@ class Member:
     """A server of a cluster, as its row tells. `http` and `grpc` are addresses that other members reach, or empty."""
 
     name: str
-    epoch: int  # how often a server has joined under this name: an earlier one is fenced
+    epoch: int  # higher each time that a server joins under this name: an earlier one is fenced
     http: str = ""
     grpc: str = ""
     has_tls: bool = False
@@ -487,7 +495,13 @@ async def closed_sessions(
     ]
 
 
-async def purge(journal: Journal, sessions: Sequence[ClosedSession]) -> None:
+class Writing(Protocol):
+    """The part of a journal that purging needs."""
+
+    async def write(self, *entries: Entry) -> None: ...
+
+
+async def purge(journal: Writing, sessions: Sequence[ClosedSession]) -> None:
     """Nothing of these is on record afterwards."""
     for first in range(0, len(sessions), _PURGE_CHUNK):
         await journal.write(*(SessionPurged(session.session_id) for session in sessions[first : first + _PURGE_CHUNK]))
