@@ -37,6 +37,9 @@ class Metrics:
         self.journal_cut_commits = gauge(
             "journal_cut_commits", "commits cut from the end of the journal's log at the last start, as incomplete"
         )
+        self.member_renew = histogram(
+            "member_renew_seconds", "time the database takes to renew this member's lease", _SECONDS
+        )
         self.session_total = counter("session_total", "sessions by how they ended or began", "outcome")
         self.session_load = histogram("session_load_seconds", "time to read a resting session into memory", _SECONDS)
         self.session_evicted = counter("session_evicted_total", "sessions that had to go", "reason")
