@@ -25,8 +25,9 @@ class Database(Protocol):
 
     def execute(self, query: str, *values: object) -> None: ...
 
-    def execute_many(self, query: str, rows: Sequence[Sequence[object]]) -> int:
-        """The query for each of the rows of values; how many rows of the database it has changed in all."""
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
+        """Note of turns, each by session and number, that they were delivered, and flip the bits of `mask` in their
+        sums. How many were changed: those without a reward of which it was not noted before."""
 
     def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
         """Rows with all columns of the table, in their order."""
@@ -52,8 +53,12 @@ class SqliteDatabase:
     def execute(self, query: str, *values: object) -> None:
         self._connection.execute(query, values)
 
-    def execute_many(self, query: str, rows: Sequence[Sequence[object]]) -> int:
-        return self._connection.executemany(query, rows).rowcount
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
+        return self._connection.executemany(
+            f"UPDATE turns SET is_delivered = 1, checksum = (checksum | {mask}) - (checksum & {mask})"
+            " WHERE session = ? AND number = ? AND is_delivered = 0 AND reward IS NULL",
+            turns,
+        ).rowcount
 
     def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
         """Many rows in one statement: each call into SQLite releases the GIL and has to wait to get it back. With one

@@ -258,50 +258,49 @@ class PostgresJournal(DatabaseJournal):
         """All writes in one transaction; where that fails each in its own, so that it fails alone."""
         started = time.monotonic()
         outcomes: list[Exception | None] = [None] * len(writes)
+        xid = ""  # of a transaction that may have been committed
+        freed: list[str] = []
+        was_connected = self._link is not None
         try:
-            link, xid = self._begin(writes, outcomes)
+            link = self._writing()
             with link.connection.pipeline():
+                begun = self._begin(link, writes, outcomes)
                 for entries, outcome in zip(writes, outcomes, strict=True):
                     for entry in entries if outcome is None else ():
                         link.recorder.record(entry)
                 link.recorder.flush()
+                freed = [str(key) for key in link.recorder.freed]
+                xid = begun
+                committed = link.connection.execute("COMMIT")
+            if committed.statusmessage != "COMMIT":
+                raise psycopg.DatabaseError(f"the database answered {committed.statusmessage} to COMMIT")
         except Exception as exc:  # noqa: BLE001 - every writer is told
-            is_everyones = self._roll_back() or isinstance(exc, StorageUnavailable)
-            if len(writes) > 1 and not is_everyones:
+            has_lost = self._roll_back()
+            if has_lost and was_connected and not xid:  # nothing is written, and a new connection may work
+                return self._commit(writes)
+            if len(writes) > 1 and not has_lost and not isinstance(exc, StorageUnavailable):
                 return [outcome for write in writes for outcome in self._commit([write])]
-            return _told(outcomes, self._failed(exc))
-        failed: JournalFailed | None
-        try:
-            status = link.connection.execute("COMMIT").statusmessage
-            failed = None if status == "COMMIT" else JournalFailed(f"the turn was not recorded: {status}")
-        except psycopg.Error as exc:
-            failed = self._resolved(xid, exc) if self._roll_back() else self._failed(exc)
-        if failed is None:
-            self._health = None
-            self._on_commit(time.monotonic() - started, len(writes))
-            self._delete_blobs([str(key) for key in link.recorder.freed])
-            link.recorder.discard()
-        return _told(outcomes, failed)
+            failed: JournalFailed | None = self._failed(exc)
+            if has_lost and xid:
+                failed = self._resolved(xid, self._failed(exc))
+            if failed is not None:
+                return _told(outcomes, failed)
+        self._health = None
+        self._on_commit(time.monotonic() - started, len(writes))
+        self._delete_blobs(freed)
+        link.recorder.discard()
+        return outcomes
 
-    def _begin(self, writes: Sequence[Sequence[Entry]], outcomes: list[Exception | None]) -> "tuple[_Link, str]":
+    def _begin(self, link: "_Link", writes: Sequence[Sequence[Entry]], outcomes: list[Exception | None]) -> str:
         """Begin a transaction that holds this member's row, and say in `outcomes` which writes are not ours to make.
-        Gives the transaction's id too.
 
-        Once more on a new connection where the old one was lost: nothing has been written yet.
+        Gives the transaction's id.
         """
         ids = sorted({entry.session_id for entries in writes for entry in entries} | _sources(writes))
-        for is_last in (self._link is None, True):
-            try:
-                link = self._writing()
-                with link.connection.pipeline():
-                    link.connection.execute("BEGIN")
-                    own = link.connection.execute(_OWN_ROW, [self._members.name])
-                    owners = link.connection.execute(_OWNERS, [Texts(ids)])
-                    found = own.fetchall()
-                break
-            except psycopg.Error:
-                if not self._roll_back() or is_last:
-                    raise
+        link.connection.execute("BEGIN")
+        own = link.connection.execute(_OWN_ROW, [self._members.name])
+        owners = link.connection.execute(_OWNERS, [Texts(ids)])
+        found = own.fetchall()
         self._check_lease(found)
         link.database.begin_commit(found[0]["base"])
         link.recorder.member = self._members.name
@@ -314,7 +313,7 @@ class PostgresJournal(DatabaseJournal):
         opened: set[str] = set()
         for index, entries in enumerate(writes):
             outcomes[index] = self._refusal(entries, known, opened)
-        return link, str(found[0]["xid"])
+        return str(found[0]["xid"])
 
     def _refusal(
         self, entries: Sequence[Entry], known: dict[str, dict[str, Any]], opened: set[str]
@@ -356,31 +355,26 @@ class PostgresJournal(DatabaseJournal):
         self._link = None
         return True
 
-    def _resolved(self, xid: str, lost: psycopg.Error) -> JournalFailed | None:
+    def _resolved(self, xid: str, failed: JournalFailed) -> JournalFailed | None:
         """What became of a commit whose answer did not come; None: it is on record."""
         deadline = time.monotonic() + _RESOLVE_S
-        failed = self._failed(lost)
-        while True:
+        while time.monotonic() < deadline:
             try:
                 connection = self._writing().connection
                 [row] = connection.execute("SELECT pg_xact_status($1::text::xid8) AS status", [xid]).fetchall()
-                if row["status"] == "committed":
-                    return None
-                if row["status"] == "aborted":
-                    return failed
-                connection.execute(  # it waits for us, or for a link that is cut
+                if row["status"] != "in progress":
+                    return None if row["status"] == "committed" else failed
+                connection.execute(  # it waits for a link that is cut
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_xid = $1::text::xid8::xid",
                     [xid],
                 )
             except psycopg.Error:
                 self._roll_back()
-            if time.monotonic() > deadline:
-                break
             time.sleep(0.05)
         self._num_uncertain += 1
         return RecordUncertain(
-            f"the connection to {self.place} was lost while the turn was being recorded ({one_line(lost)}); "
-            "whether it is on record shows when the session is used next"
+            f"the connection to {self.place} was lost while the turn was being recorded, so it may be on record or "
+            "not: that shows when the session is used next"
         )
 
     def _failed(self, exc: Exception) -> JournalFailed:

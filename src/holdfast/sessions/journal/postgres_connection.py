@@ -165,11 +165,14 @@ class PostgresDatabase:
     def execute(self, query: str, *values: object) -> None:
         self._connection.execute(numbered(query), values)
 
-    def execute_many(self, query: str, rows: Sequence[Sequence[object]]) -> int:
-        with self._connection.pipeline() as pipeline:
-            cursors = [self._connection.execute(numbered(query), row) for row in rows]
-            pipeline.sync()
-        return sum(cursor.rowcount for cursor in cursors)
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
+        changed = self._connection.execute(
+            "UPDATE turns SET is_delivered = 1, checksum = checksum # $3"
+            " FROM unnest($1::text[], $2::bigint[]) AS delivered (in_session, turn)"
+            " WHERE session = in_session AND number = turn AND is_delivered = 0 AND reward IS NULL RETURNING 1",
+            [Texts(session for session, _ in turns), Integers(number for _, number in turns), mask],
+        )
+        return len(changed.fetchall())
 
     def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
         columns = [kind(values) for kind, values in zip(_COLUMNS[table], zip(*rows, strict=True), strict=True)]

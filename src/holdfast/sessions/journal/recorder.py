@@ -204,12 +204,7 @@ class Recorder:
 
     def _deliver(self, turns: Sequence[tuple[str, int]]) -> None:
         """As `_change_turn`, in one call for all of which nothing else has changed: nearly always."""
-        num_changed = self._db.execute_many(
-            f"UPDATE turns SET is_delivered = 1, checksum = (checksum | {_DELIVERED}) - (checksum & {_DELIVERED})"
-            " WHERE session = ?1 AND number = ?2 AND is_delivered = 0 AND reward IS NULL",
-            turns,
-        )
-        if num_changed != len(turns):
+        if self._db.deliver(turns, _DELIVERED) != len(turns):
             for session_id, number in turns:
                 self._change_turn(session_id, number, is_delivered=1)
 
@@ -235,7 +230,8 @@ class Recorder:
         )
         for table, column in (("turns", "session"), ("spans", "session"), ("sessions", "id")):
             self._db.execute(f"DELETE FROM {table} WHERE {column} = ?1", session_id)
-        self._db.execute_many("DELETE FROM bodies WHERE id = ?1", [(row["id"],) for row in unshared])
+        for row in unshared:
+            self._db.execute("DELETE FROM bodies WHERE id = ?1", row["id"])
         self.freed += [row["segment"] for row in unshared if row["segment"] is not None]
 
     def _change_session(self, session_id: str, **changes: object) -> None:

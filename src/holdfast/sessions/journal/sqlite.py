@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
 from holdfast.sessions.journal import rows
-from holdfast.sessions.journal.base import Entry, Members, SessionPurged, StoredSession, TurnRecorded
+from holdfast.sessions.journal.base import Entry, Members, StoredSession, TurnRecorded
 from holdfast.sessions.journal.damage import LaterCheck
 from holdfast.sessions.journal.database import Database, SqliteDatabase
 from holdfast.sessions.journal.database_journal import DatabaseJournal
@@ -188,8 +188,9 @@ class SqliteJournal(DatabaseJournal):
         if self._health is not None:
             return [JournalFailed(f"the turn may not have been recorded: {self._health}")] * len(writes)
         self._on_commit(time.monotonic() - started, len(writes))
-        if any(isinstance(entry, SessionPurged) for entries in writes for entry in entries):
+        if self._recorder.freed:
             self._remove_segments()
+            self._recorder.freed.clear()
         return [None] * len(writes)
 
     def _new_recorder(self) -> Recorder:
