@@ -441,6 +441,16 @@ def from_arguments(cls: type[C], arguments: argparse.Namespace) -> C:
     return load(cls, flags=vars(arguments), environment=os.environ, file=arguments.config)
 
 
+def given_flags(arguments: argparse.Namespace, *, without: Container[str] = ()) -> list[str]:
+    """The settings of a parsed command line, and its `--config`, as words of another command line."""
+    flags = [f"--config={arguments.config}"] if arguments.config else []
+    for name in (field.name for cls in GROUPS for field in dataclasses.fields(cls) if field.name not in without):
+        if (value := getattr(arguments, name)) is not None:
+            no = "--no-" if value is False else "--"
+            flags.append(flag_of(name).replace("--", no, 1) if isinstance(value, bool) else f"{flag_of(name)}={value}")
+    return flags
+
+
 def load(cls: type[C], *, flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> C:
     """An instance of `cls` from its defaults, then `file`, then `environment`, then `flags` (None: not given).
 

@@ -21,6 +21,8 @@ from holdfast.bench import (
     resting,
     speculation,
 )
+from holdfast.bench.cluster import scale
+from holdfast.bench.cluster import scenario as cluster
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, quick_note, run
 from holdfast.config import flag_of, metavar_of
@@ -32,6 +34,8 @@ SCENARIOS = (
     overhead.SCENARIO,
     long_session.SCENARIO,
     recovery.SCENARIO,
+    cluster.SCENARIO,
+    scale.SCENARIO,
     capacity.SCENARIO,
     resting.SCENARIO,
     quality.scenario(build_engine),

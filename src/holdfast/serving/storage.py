@@ -14,7 +14,7 @@ from holdfast.config import ServeConfig
 from holdfast.errors import ConfigError, StorageUnavailable
 from holdfast.extras import how_to_install
 from holdfast.metrics import Metrics
-from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
+from holdfast.sessions.journal.base import Journal, NoJournal
 from holdfast.sessions.journal.blobs import open_blobs
 from holdfast.sessions.journal.schema import MODEL, note_model, noted_model, room_advice, salvage_advice
 from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
@@ -30,7 +30,6 @@ _MB = 1024 * 1024
 class Storage:
     journal: Journal
     snapshots: SnapshotStore
-    stored: tuple[StoredSession, ...] = ()
 
 
 @contextlib.contextmanager
@@ -61,9 +60,8 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     )
     metrics.journal_cut_commits.set(journal.num_cut_commits)
     try:
-        stored = tuple(journal.load())
         if noted is None and model.tokenizer_hash:
-            if stored:
+            if journal.last_number:
                 logger.warning("%s has no %s: its sessions are taken for those of %s", directory, MODEL, model.name)
             note_model(directory, _facts(model))
         tier = open_tier(config.snapshots, directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB)
@@ -71,7 +69,7 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
         raise ConfigError(f"cannot use the data directory {directory}: {exc}. {room_advice(directory)}") from exc
     except StorageUnavailable as exc:
         raise ConfigError(f"{exc}. {salvage_advice(directory)}") from exc
-    yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory), stored)
+    yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory))
 
 
 def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journal:

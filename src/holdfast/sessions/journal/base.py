@@ -334,10 +334,11 @@ class Journal(Protocol):
     async def next_number(self) -> int:
         """Of a session that is about to be made; higher than all before."""
 
-    async def acquire(self, session_id: str) -> StoredSession:
-        """As `read_session`; from now on this server alone may write the session, unless it is closed.
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
+        """The owner's open session. From now on this server alone may write it.
 
-        Raises SessionElsewhere where another member that is alive owns it.
+        Raises SessionNotFound, which tells the owner why where the session was closed, and to anyone else that it is
+        unknown; nothing is acquired then. Raises SessionElsewhere where another member that is alive owns it.
         """
 
     async def release(self, session_ids: Sequence[str]) -> None:
@@ -412,7 +413,7 @@ class NoJournal:
     async def next_number(self) -> int:
         return next(self._numbers)
 
-    async def acquire(self, session_id: str) -> StoredSession:
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
         raise SessionNotFound(session_id)
 
     async def release(self, session_ids: Sequence[str]) -> None:

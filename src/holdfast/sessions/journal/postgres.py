@@ -163,8 +163,8 @@ class PostgresJournal(DatabaseJournal):
         rows = await self._look(lambda db: db.select("SELECT nextval('numbers') AS number"))
         return int(rows[0]["number"])
 
-    async def acquire(self, session_id: str) -> StoredSession:
-        return await self._in_reader(lambda connection: self._acquire(connection, session_id))
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
+        return await self._in_reader(lambda connection: self._acquire(connection, session_id, owner))
 
     async def release(self, session_ids: Sequence[str]) -> None:
         await self.write(*map(SessionReleased, session_ids))
@@ -237,15 +237,16 @@ class PostgresJournal(DatabaseJournal):
             self._open_readers.remove(connection)
             connection.close()
 
-    def _acquire(self, connection: Connection, session_id: str) -> StoredSession:
+    def _acquire(self, connection: Connection, session_id: str, owner: str) -> StoredSession:
         num_uncertain = self._num_uncertain
+        self._look_at(connection, lambda db: rows.check_open(db, session_id, owner))
         with connection.transaction():
             if num_uncertain != self._num_settled:  # a commit of ours that is still under way has a lock on our row
                 connection.execute("SELECT 1 FROM members WHERE name = $1 FOR UPDATE", [self._members.name])
                 self._num_settled = num_uncertain
             self._check_lease(connection.execute(_OWN_ROW, [self._members.name]).fetchall())
             take(connection, self._members, session_id)
-        return self._look_at(connection, lambda db: rows.session_of(db, session_id))
+        return self._look_at(connection, lambda db: rows.open_session_of(db, session_id, owner))
 
     def _check_lease(self, own: list[dict[str, Any]]) -> None:
         self._members.check(own)

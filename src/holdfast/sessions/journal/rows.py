@@ -101,6 +101,19 @@ def session_of(db: Database, session_id: str) -> StoredSession:
     )
 
 
+def open_session_of(db: Database, session_id: str, owner: str) -> StoredSession:
+    """As `session_of`, where the session is this owner's and was not closed."""
+    check_open(db, session_id, owner)
+    return session_of(db, session_id)
+
+
+def check_open(db: Database, session_id: str, owner: str) -> None:
+    """Raises SessionNotFound where the session is not this owner's, or was closed."""
+    found = db.select("SELECT closed_why FROM sessions WHERE id = ?1 AND owner = ?2", session_id, owner)
+    if not found or (why := found[0]["closed_why"]):
+        raise SessionNotFound(session_id, detail=why if found else "unknown")
+
+
 def open_ids(db: Database) -> list[str]:
     query = "SELECT id FROM sessions WHERE closed_at IS NULL ORDER BY number, id"
     return [row["id"] for row in db.select(query)]
@@ -142,7 +155,9 @@ def num_sessions(db: Database) -> int:
 
 
 def summary_of(row: Row) -> SessionSummary | None:
-    """What was recorded of a session when it came to rest, if nothing was recorded since."""
+    """What was recorded of a session when it came to rest, if nothing was recorded since and its row is intact."""
+    if not is_intact(row, SESSION_FIELDS, SESSION_STATE):
+        return None
     try:
         step, summary = msgspec.msgpack.decode(row["summary"] or b"", type=tuple[int, SessionSummary])
     except msgspec.DecodeError:

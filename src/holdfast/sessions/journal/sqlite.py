@@ -94,8 +94,8 @@ class SqliteJournal(DatabaseJournal):
         self._last_number += 1
         return self._last_number
 
-    async def acquire(self, session_id: str) -> StoredSession:
-        return await self.read_session(session_id)
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
+        return await asyncio.to_thread(self._read, lambda db: rows.open_session_of(db, session_id, owner))
 
     async def release(self, session_ids: Sequence[str]) -> None:
         pass
