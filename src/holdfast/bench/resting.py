@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.bench.cluster.postgres import PostgresProcess
 from holdfast.bench.gates import Gate, all_right, median, median_at_most, percentile_at_most, within_budget
 from holdfast.bench.machine import MIB, resident_bytes
 from holdfast.bench.processes import ProcessFailed, RunningServer, ServerProcess, started
@@ -53,7 +54,7 @@ class RestingSettings:
     tokens: int = option(16, "sampled tokens in each reply", least=1)
     starts: int = option(3, "starts of the server on each number of sessions", least=1)
     asked: int = option(100, "random sessions that get a turn after each start", least=1)
-    journal: str = option("", "URL of an empty PostgreSQL database; empty: SQLite in a temporary directory")
+    journal: str = option("", "URL of an empty PostgreSQL database; own: one of the bench's; empty: SQLite")
     model: str = option(DEFAULT_MODEL, "model that provides the tokenizer and the chat template")
 
 
@@ -63,11 +64,14 @@ def measure(settings: RestingSettings, results: Results) -> None:
         script = Script(settings.tokens)
         upstream = stack.enter_context(started("upstreams", "canned", script))
         url = upstream.read(str)
-        place = ["--journal", settings.journal] if settings.journal else ["--data-dir", folder]
+        journal = settings.journal
+        if journal == "own":
+            journal = stack.enter_context(PostgresProcess()).url()
+        place = ["--journal", journal] if journal else ["--data-dir", folder]
         run = _RestingRun(
             settings,
             results,
-            place=settings.journal or folder,
+            place=journal or folder,
             flags=(settings.model, "--backend", "sglang", "--upstream", url, *place),
             script=script,
         )

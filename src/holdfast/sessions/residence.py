@@ -116,6 +116,8 @@ class Residence:
                 raise
             if stored.failure:
                 logger.error("session %s: %s", session_id, stored.failure)
+            if stored.opened.kind == "forest":
+                await self.capacity.find(session_id)
             session, on_recorded = await asyncio.to_thread(self._rebuilt, stored)  # long ones take a while
             self._registry.add_parked(session)
             on_recorded()
@@ -144,6 +146,7 @@ class Residence:
                     await asyncio.gather(asyncio.shield(session.parking), return_exceptions=True)
                 if session.handle is not None and not session.gate.is_closed:  # its forest may drop a cache meanwhile
                     await self.capacity.park(session)
+            await self.capacity.share([session.id for session in sessions])  # before others may have them
             await self._note_rested([session for session in sessions if session.is_kept])
             for session in leaving:
                 if not session.gate.is_closed:
