@@ -28,6 +28,8 @@ from holdfast.sessions.session import Session, SessionRegistry, restored
 
 logger = logging.getLogger(__name__)
 
+_now = time.time
+
 # Called in a thread with a session that was read; what it returns is called on the event loop when that is in memory.
 OnLoaded = Callable[[StoredSession], Callable[[], None]]
 
@@ -66,7 +68,7 @@ class Residence:
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_closing = False
-        self._started_at = time.time()
+        self._started_at = _now()
 
     @contextlib.asynccontextmanager
     async def using(self, session_id: str, owner: str) -> AsyncIterator[None]:
@@ -159,7 +161,7 @@ class Residence:
     async def _note_rested(self, sessions: Sequence[Session]) -> None:
         if not sessions:
             return
-        now = time.time()
+        now = _now()
         try:
             await self._journal.write(*(SessionRested(s.id, now - s.idle_s, s.summary) for s in sessions))
             await self._journal.release([session.id for session in sessions])
@@ -228,7 +230,7 @@ class Residence:
 
     async def expire(self, idle_s: float) -> None:
         """Close sessions that have rested for so long; those that a crash left count from when this server started."""
-        now = time.time()
+        now = _now()
         if not self._journal.keeps_bodies or self._started_at > now - idle_s:
             return
         limit = len(self._registry) + _EXPIRED_AT_ONCE
@@ -242,7 +244,7 @@ class Residence:
 
     async def _expire(self, session_id: str, owner: str) -> None:
         session = restored(replace(await self._journal.acquire(session_id, owner), steps=()), self._clock)
-        await self._journal.write(SessionClosed(session_id, "expired", time.time()))
+        await self._journal.write(SessionClosed(session_id, "expired", _now()))
         self._registry.remember(session_id, owner, "expired")
         self._metrics.session_total.labels("expired").inc()
         await self.capacity.forget(session)
