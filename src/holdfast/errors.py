@@ -344,6 +344,8 @@ class Draining(HoldfastError):
 
 
 class NotServing(Draining):
+    """Nothing was done for the request: another server may have it as it is."""
+
     @property
     def details(self) -> dict[str, str]:
         return {"accepted": "false"}

@@ -33,8 +33,12 @@ class Metrics:
         self.session_parked = gauge("session_parked", "sessions without a slab")
         self.session_woken = counter("session_woken_total", "parked sessions that came back, and from what", "how")
         self.journal_commit = histogram("journal_commit_seconds", "time a commit to disk takes", _SECONDS)
+        self.journal_damaged = gauge("journal_damaged", "1 if damaged pages were found in the journal, otherwise 0")
         self.journal_cut_commits = gauge(
             "journal_cut_commits", "commits cut from the end of the journal's log at the last start, as incomplete"
+        )
+        self.member_renew = histogram(
+            "member_renew_seconds", "time the database takes to renew this member's lease", _SECONDS
         )
         self.session_total = counter("session_total", "sessions by how they ended or began", "outcome")
         self.session_load = histogram("session_load_seconds", "time to read a resting session into memory", _SECONDS)

@@ -30,7 +30,7 @@ async def connect(request: pytest.FixtureRequest, server: FakeServer) -> AsyncIt
     """Makes clients of one kind, by default to the server; they are closed at the end."""
     made: list[Any] = []
 
-    def make(address: str | None = None, **options: Any) -> Any:
+    def make(address: str | list[str] | None = None, **options: Any) -> Any:
         made.append(request.param(address or server.address, **options))
         return made[-1]
 

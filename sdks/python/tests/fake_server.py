@@ -11,11 +11,11 @@ from holdfast_sdk.gen.runtime_pb2_grpc import add_RuntimeServiceServicer_to_serv
 
 
 class FakeServer:
-    """`address` is a free port of 127.0.0.1; `stop` waits until it is closed."""
+    """`address` is a free port of 127.0.0.1; `stop` waits until it is closed. Members of a cluster share a runtime."""
 
-    def __init__(self, tls: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(self, tls: tuple[bytes, bytes] | None = None, runtime: FakeRuntime | None = None) -> None:
         self._tls = tls  # private key, certificate
-        self.runtime = FakeRuntime()
+        self.runtime = runtime or FakeRuntime()
         self.faults = Faults()
         self.address = ""
         self._ready = threading.Event()

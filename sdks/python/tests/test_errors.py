@@ -18,6 +18,7 @@ Status = grpc.StatusCode
 
 STATUS_OF_CODE = {
     "session_not_found": Status.NOT_FOUND,
+    "session_elsewhere": Status.UNAVAILABLE,
     "session_busy": Status.ABORTED,
     "history_conflict": Status.ABORTED,
     "message_mismatch": Status.INVALID_ARGUMENT,
@@ -37,6 +38,7 @@ STATUS_OF_CODE = {
     "template_error": Status.INVALID_ARGUMENT,
     "idempotency_mismatch": Status.FAILED_PRECONDITION,
     "journal_failed": Status.UNAVAILABLE,
+    "fenced": Status.UNAVAILABLE,
     "storage_unavailable": Status.UNAVAILABLE,
     "recompute_too_long": Status.FAILED_PRECONDITION,
     "payload_too_large": Status.RESOURCE_EXHAUSTED,

@@ -19,7 +19,7 @@ def _real_pauses(monkeypatch: pytest.MonkeyPatch, _no_pauses: None) -> None:
 
 def drive(call: Call, retries: int, *outcomes: HoldfastError | str) -> tuple[Any, list[float]]:
     """The answer and the pauses before it; each outcome answers one attempt."""
-    steps = repeat(call, retries)
+    steps = repeat(call, Limits(retries=retries))
     pauses, pending = [], list(outcomes)
     try:
         step = next(steps)

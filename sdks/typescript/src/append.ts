@@ -4,7 +4,7 @@ import { HistoryConflict, SessionBusy } from "./errors.js";
 import { RuntimeService } from "./gen/holdfast/v1/runtime_pb.js";
 import { fromWire, toWire } from "./integers.js";
 import type { Limits } from "./limits.js";
-import { isTransient, retrying } from "./retry.js";
+import { isTransient, isUntouched, retrying } from "./retry.js";
 import type { AppendResult } from "./types.js";
 
 /** Tokens for the end of a history of `expectedHistoryLength`. */
@@ -26,7 +26,7 @@ export async function appendOnce(connection: Connection, append: Append, limits:
 
   const attempt = async (): Promise<AppendResult> => {
     try {
-      const answer = await connection.transport.unary(RuntimeService.method.appendTokens, request, limits);
+      const answer = await connection.unary(RuntimeService.method.appendTokens, request, limits);
       return {
         historyLength: fromWire(answer.historyLength),
         prefilledTokens: fromWire(answer.prefilledTokens),
@@ -37,12 +37,12 @@ export async function appendOnce(connection: Connection, append: Append, limits:
         return { historyLength: arrivedLength };
       }
       // A draining server may have taken the tokens before it gave up on computing them.
-      if (isTransient(error)) wasLost = true;
+      if (isTransient(error) && !isUntouched(error)) wasLost = true;
       throw error;
     }
   };
 
   // After a lost attempt the session may be busy with that very attempt.
   const isSafe = (error: unknown) => isTransient(error) || (wasLost && error instanceof SessionBusy);
-  return retrying(attempt, { retries: connection.retries, limits, isSafe });
+  return retrying(attempt, connection.policy(limits, isSafe));
 }

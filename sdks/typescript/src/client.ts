@@ -1,7 +1,7 @@
 /** The way in: a server's address, and the sessions behind it. */
 import { Connection } from "./connection.js";
 import { toCreationFacts, toModelInfo, toSessionInfo } from "./convert.js";
-import { type EndpointOptions, endpointOf } from "./endpoint.js";
+import { type EndpointOptions, endpointsOf } from "./endpoint.js";
 import { RuntimeService, SessionState as WireState } from "./gen/holdfast/v1/runtime_pb.js";
 import { fromWire } from "./integers.js";
 import { type CallOptions, limitsOf } from "./limits.js";
@@ -14,7 +14,7 @@ const rpc = RuntimeService.method;
 export interface ClientOptions extends EndpointOptions {
   /** Milliseconds for a unary call, retries included (default: 60,000). Streams have none unless a call gives one. */
   timeoutMs?: number;
-  /** How often a call that is safe to send again is sent again (default: 3). */
+  /** How often a call that is safe to send again is sent again, to each address (default: 3). */
   retries?: number;
 }
 
@@ -36,17 +36,17 @@ export interface ListSessionsOptions extends CallOptions {
   pageSize?: number;
 }
 
-/** A connection to one server, opened with the first call. */
+/** A connection to one server, or to one of several members of a cluster, opened with the first call. */
 export class Client implements AsyncDisposable {
   readonly #connection: Connection;
 
-  /** @param address - `host:port` */
-  constructor(address: string, options: ClientOptions = {}) {
-    const transport = new Transport(endpointOf(address, options));
-    this.#connection = new Connection(transport, options.retries ?? 3, options.timeoutMs ?? 60_000);
+  /** @param address - `host:port`; of several, the first is used until it is gone, then the next, round and round */
+  constructor(address: string | readonly string[], options: ClientOptions = {}) {
+    const transports = endpointsOf(address, options).map((each) => new Transport(each));
+    this.#connection = new Connection(transports, options.retries ?? 3, options.timeoutMs ?? 60_000);
   }
 
-  /** A new session. Never sent twice: a lost answer may leave an unused session behind. */
+  /** A new session. Sent again only where nobody had begun it: a lost answer may leave an unused session behind. */
   async createSession(options: CreateSessionOptions = {}): Promise<Session & CreationFacts> {
     const request = {
       clientLabel: options.label,
@@ -56,7 +56,7 @@ export class Client implements AsyncDisposable {
       metadata: { ...options.metadata },
     };
     const limits = this.#connection.limits(options);
-    const answer = await this.#connection.transport.unary(rpc.createSession, request, limits);
+    const answer = await this.#connection.once(rpc.createSession, request, limits);
     const session = new Session(this.#connection, answer.sessionId, fromWire(answer.historyLength));
     return Object.assign(session, toCreationFacts(answer));
   }
@@ -94,11 +94,7 @@ export class Client implements AsyncDisposable {
     chunks: AsyncIterable<Uint8Array> | Iterable<Uint8Array>,
     options: CallOptions = {},
   ): Promise<Session & ImportFacts> {
-    const answer = await this.#connection.transport.clientStream(
-      rpc.importSession,
-      messages(chunks),
-      limitsOf(options),
-    );
+    const answer = await this.#connection.clientStream(rpc.importSession, messages(chunks), limitsOf(options));
     const session = new Session(this.#connection, answer.sessionId, fromWire(answer.historyLength));
     const { reusedTokens, recomputedTokens } = answer;
     return Object.assign(session, {
@@ -109,7 +105,7 @@ export class Client implements AsyncDisposable {
 
   /** Cancels what is running and lets go of the connection. Sessions stay on the server. */
   close(): void {
-    this.#connection.transport.close();
+    this.#connection.close();
   }
 
   /** As `close()`, at the end of an `await using` block. */

@@ -29,9 +29,20 @@ export interface Endpoint {
   credentials: ChannelCredentials;
   channelOptions: ChannelOptions;
   apiKey: string | undefined;
+  /** Milliseconds until another address is tried; `Infinity` where there is none. */
+  connectMs: number;
 }
 
 const MAX_MESSAGE_BYTES = 256 * 1024 * 1024;
+const CONNECT_MS = 2_000;
+
+/** One address or several, in the order in which they are to be used. */
+export function endpointsOf(addresses: string | readonly string[], options: EndpointOptions): Endpoint[] {
+  const all = typeof addresses === "string" ? [addresses] : addresses;
+  if (all.length === 0) throw refused("the list of addresses is empty; give at least one host:port");
+  const connectMs = all.length > 1 ? CONNECT_MS : Number.POSITIVE_INFINITY;
+  return all.map((address) => ({ ...endpointOf(address, options), connectMs }));
+}
 
 /** A checked endpoint; no message ever holds the key. */
 export function endpointOf(address: string, { apiKey, tls, insecure = false }: EndpointOptions): Endpoint {
@@ -62,6 +73,7 @@ export function endpointOf(address: string, { apiKey, tls, insecure = false }: E
       : credentials.createInsecure(),
     channelOptions,
     apiKey,
+    connectMs: Number.POSITIVE_INFINITY,
   };
 }
 

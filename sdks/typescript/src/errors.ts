@@ -5,6 +5,7 @@
  * ```text
  * HoldfastError
  * ├── SessionNotFound        no such session, or closed, expired, evicted (details.detail)
+ * ├── SessionElsewhere       another member of the cluster owns it; nothing was done. Ask another address
  * ├── SessionBusy            one operation at a time
  * ├── HistoryConflict        the history has another length (details.history_length)
  * ├── MessageMismatch        chat history is not append-only
@@ -24,12 +25,13 @@
  * ├── TemplateError          the chat template cannot render this
  * ├── IdempotencyMismatch    one idempotency key, two requests
  * ├── JournalFailed          the history could not be made durable
+ * ├── Fenced                 the server lost its lease and stops; another member has its sessions
  * ├── StorageUnavailable     the disk is not there
  * ├── RecomputeTooLong       more tokens to recompute than the server allows
  * ├── PayloadTooLarge        the request is too big
  * ├── Unimplemented          this server cannot do that
  * ├── Draining               the server is shutting down
- * ├── ConnectionFailed       no server, or the connection was lost: the call may or may not have arrived
+ * ├── ConnectionFailed       no server, or the connection was lost: the call may have arrived, unless `isUntouched`
  * ├── DeadlineExceeded       the time ran out: the call may or may not have arrived
  * └── Cancelled              by an AbortSignal, by `cancel()`, or by closing the client
  * ```
@@ -62,10 +64,21 @@ export class HoldfastError extends Error {
     this.details = facts.details ?? {};
     this.grpcStatus = facts.grpcStatus ?? status.UNKNOWN;
   }
+
+  /** Whether nobody has begun to carry out the call: it never left, or was turned away at once. */
+  get isUntouched(): boolean {
+    return this.details.accepted === "false";
+  }
 }
 
 export class SessionNotFound extends HoldfastError {
   static override readonly code = "session_not_found";
+}
+export class SessionElsewhere extends HoldfastError {
+  static override readonly code = "session_elsewhere";
+  override get isUntouched(): boolean {
+    return true;
+  }
 }
 export class SessionBusy extends HoldfastError {
   static override readonly code = "session_busy";
@@ -123,6 +136,9 @@ export class IdempotencyMismatch extends HoldfastError {
 }
 export class JournalFailed extends HoldfastError {
   static override readonly code = "journal_failed";
+}
+export class Fenced extends HoldfastError {
+  static override readonly code = "fenced";
 }
 export class StorageUnavailable extends HoldfastError {
   static override readonly code = "storage_unavailable";

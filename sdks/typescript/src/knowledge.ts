@@ -5,7 +5,7 @@ import { Cancelled, ConnectionFailed, DeadlineExceeded } from "./errors.js";
 import { type GenerateEvent, RuntimeService } from "./gen/holdfast/v1/runtime_pb.js";
 import { fromWire } from "./integers.js";
 import type { Limits } from "./limits.js";
-import { pause } from "./retry.js";
+import { isUntouched, pause } from "./retry.js";
 import type { SessionInfo } from "./types.js";
 
 // A server notices at its next step that a generation was left: soon, unless that step is a long prefill.
@@ -84,5 +84,6 @@ export class Knowledge {
 
 /** Whether the server may have gone on after this error, as opposed to having said it itself. */
 function wasLost(error: unknown): boolean {
+  if (isUntouched(error)) return false;
   return error instanceof DeadlineExceeded || error instanceof ConnectionFailed || error instanceof Cancelled;
 }

@@ -1,6 +1,14 @@
 /** Sending again, where that is safe. Knows errors and clocks, not what is being sent. */
 import { setTimeout as sleep } from "node:timers/promises";
-import { Cancelled, ConnectionFailed, Draining } from "./errors.js";
+import {
+  Cancelled,
+  ConnectionFailed,
+  Draining,
+  Fenced,
+  HoldfastError,
+  SessionBusy,
+  SessionElsewhere,
+} from "./errors.js";
 import type { Limits } from "./limits.js";
 
 /** How long to wait after a failed attempt: the first time, and at most. */
@@ -9,11 +17,25 @@ export interface Pauses {
   longestMs: number;
 }
 
-const BETWEEN_ATTEMPTS: Pauses = { firstMs: 200, longestMs: 5_000 };
+/** When an attempt is followed by another: each of `retries` more rounds goes once through all addresses. */
+export interface Policy {
+  retries: number;
+  numAddresses: number;
+  limits: Limits;
+  isSafe: (error: unknown) => boolean;
+}
 
-/** Whether the server was not there, or said that it is about to leave. */
+const BETWEEN_ATTEMPTS: Pauses = { firstMs: 200, longestMs: 5_000 };
+const GONE = [ConnectionFailed, Draining, Fenced, SessionElsewhere];
+
+/** Whether the server was not there, said that it is about to leave, or is the wrong one: another may do better. */
 export function isTransient(error: unknown): boolean {
-  return error instanceof ConnectionFailed || error instanceof Draining;
+  return GONE.some((each) => error instanceof each);
+}
+
+/** Whether nobody has begun to carry out the call. */
+export function isUntouched(error: unknown): boolean {
+  return error instanceof HoldfastError && error.isUntouched;
 }
 
 /** Milliseconds before attempt `attempt + 1`: doubled each time, and anywhere in the upper half of that. */
@@ -34,17 +56,21 @@ export async function pause(attempt: number, limits: Limits, pauses?: Pauses): P
   return true;
 }
 
-/** What `attempt` gives; run up to `retries` more times while it fails in a way that `isSafe` names. */
-export async function retrying<T>(
-  attempt: () => Promise<T>,
-  policy: { retries: number; limits: Limits; isSafe?: (error: unknown) => boolean },
-): Promise<T> {
-  const isSafe = policy.isSafe ?? isTransient;
-  for (let failed = 0; ; failed++) {
+/** Whether the call is to be sent again after `failed` attempts, the last with this error; waits after each round. */
+export async function mayRepeat(failed: number, error: unknown, policy: Policy): Promise<boolean> {
+  const rounds = Math.floor(failed / policy.numAddresses);
+  if (rounds > policy.retries || !policy.isSafe(error)) return false;
+  const mustWait = failed % policy.numAddresses === 0 || error instanceof SessionBusy;
+  return mustWait ? pause(Math.max(0, rounds - 1), policy.limits) : Date.now() < policy.limits.deadline;
+}
+
+/** What `attempt` gives; run again while it fails in a way that the policy allows. */
+export async function retrying<T>(attempt: () => Promise<T>, policy: Policy): Promise<T> {
+  for (let failed = 1; ; failed++) {
     try {
       return await attempt();
     } catch (error) {
-      if (failed >= policy.retries || !isSafe(error) || !(await pause(failed, policy.limits))) throw error;
+      if (!(await mayRepeat(failed, error, policy))) throw error;
     }
   }
 }

@@ -75,12 +75,12 @@ export class Session implements AsyncDisposable {
     return result;
   }
 
-  /** Samples tokens and adds them to the history. Never sent twice. */
+  /** Samples tokens and adds them to the history. Never carried out twice. */
   generate(options: GenerateOptions): Generation {
     return new Generation((signal) => this.#sample(options, signal), options.signal);
   }
 
-  /** `append` and `generate` in one call. Never sent twice: give `expectedHistoryLength` to send it again yourself. */
+  /** `append` and `generate` in one call. Never carried out twice: give `expectedHistoryLength` to send it again yourself. */
   turn(ids: Iterable<number>, options: GenerateOptions): Generation {
     const tokenIds = [...ids];
     return new Generation((signal) => this.#sample(options, signal, tokenIds), options.signal);
@@ -92,7 +92,7 @@ export class Session implements AsyncDisposable {
     const atPosition = toWireIfAny(options.atPosition, "atPosition");
     const request = { sessionId: this.id, atPosition, clientLabel: options.label };
     await this.#known.settle(limits);
-    const answer = await this.#connection.transport.unary(rpc.forkSession, request, limits);
+    const answer = await this.#connection.once(rpc.forkSession, request, limits);
     const session = new Session(this.#connection, answer.sessionId, fromWire(answer.historyLength));
     return Object.assign(session, { recomputedTokens: fromWire(answer.recomputedTokens) });
   }
@@ -102,7 +102,7 @@ export class Session implements AsyncDisposable {
     const limits = this.#connection.limits(options);
     const request = { sessionId: this.id, toPosition: toWire(to, "to") };
     await this.#known.settle(limits);
-    const answer = await this.#connection.transport.unary(rpc.rewindSession, request, limits);
+    const answer = await this.#connection.once(rpc.rewindSession, request, limits);
     const historyLength = fromWire(answer.historyLength);
     this.#known.historyLength = historyLength;
     return { historyLength, recomputedTokens: fromWire(answer.recomputedTokens) };
@@ -128,14 +128,14 @@ export class Session implements AsyncDisposable {
     const limits = limitsOf(options);
     await this.#known.settle(limits);
     const request = { sessionId: this.id, withoutSnapshot: options.withoutSnapshot };
-    const chunks = this.#connection.transport.serverStream(rpc.exportSession, request, limits);
+    const chunks = this.#connection.onceStream(rpc.exportSession, request, limits);
     for await (const chunk of chunks) yield chunk.data;
   }
 
   /** Ends the session, a running generation included. */
   async close(options: CallOptions = {}): Promise<CloseResult> {
     const limits = this.#connection.limits(options);
-    const answer = await this.#connection.transport.unary(rpc.closeSession, { sessionId: this.id }, limits);
+    const answer = await this.#connection.once(rpc.closeSession, { sessionId: this.id }, limits);
     return { finalHistoryLength: fromWire(answer.finalHistoryLength) };
   }
 
@@ -157,10 +157,9 @@ export class Session implements AsyncDisposable {
       sampling: toSampling(options),
     };
     await this.#known.settle(limits);
-    const { transport } = this.#connection;
     const events = tokenIds
-      ? transport.serverStream(rpc.turn, { ...request, tokenIds }, limits)
-      : transport.serverStream(rpc.generate, request, limits);
+      ? this.#connection.onceStream(rpc.turn, { ...request, tokenIds }, limits)
+      : this.#connection.onceStream(rpc.generate, request, limits);
     yield* this.#known.following(events, { signal, isTurn: tokenIds !== undefined });
   }
 }

@@ -16,6 +16,12 @@ const byStatus = new Map<status, typeof errors.HoldfastError>([
   [status.UNIMPLEMENTED, errors.Unimplemented],
 ]);
 
+/**
+ * How gRPC begins to say that a call found no connection, and so was never sent. A text that is not here is taken as a
+ * call that may have arrived: then it is not sent again, unless that is safe.
+ */
+const neverSent = /^(No connection established|Name resolution failed)/;
+
 /** The error that a failed call means. Anything but a gRPC status is returned as it is. */
 export function translate(error: unknown): unknown {
   if (!isServiceError(error)) return error;
@@ -26,7 +32,8 @@ export function translate(error: unknown): unknown {
     return new Class(error.details, { ...facts, code: info.reason, details: info.metadata });
   }
   const Class = byStatus.get(error.code) ?? errors.HoldfastError;
-  return new Class(error.details, facts);
+  const isUnsent = error.code === status.UNAVAILABLE && neverSent.test(error.details);
+  return new Class(error.details, isUnsent ? { ...facts, details: { accepted: "false" } } : facts);
 }
 
 function isServiceError(error: unknown): error is ServiceError {

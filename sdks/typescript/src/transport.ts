@@ -3,7 +3,7 @@ import type { DescMessage, MessageInitShape, MessageShape } from "@bufbuild/prot
 import * as grpc from "@grpc/grpc-js";
 import { asIs, decoder, encode, type Method, pathOf } from "./codec.js";
 import type { Endpoint } from "./endpoint.js";
-import { Cancelled } from "./errors.js";
+import { Cancelled, ConnectionFailed } from "./errors.js";
 import type { Limits } from "./limits.js";
 import { translate } from "./status.js";
 
@@ -11,15 +11,21 @@ interface Cancellable {
   cancel(): void;
 }
 
+/** How soon a call that waits for a connection notices that it was cancelled. */
+const LOOK_MS = 50;
+const { connectivityState: connectivity } = grpc;
+
 type Answer<T> = (error: grpc.ServiceError | null, value?: T) => void;
 
 export class Transport {
   readonly #client: grpc.Client;
   readonly #metadata = new grpc.Metadata();
   readonly #running = new Set<Cancellable>();
+  readonly #connectMs: number;
   #isClosed = false;
 
-  constructor({ address, credentials, apiKey, channelOptions }: Endpoint) {
+  constructor({ address, credentials, apiKey, channelOptions, connectMs }: Endpoint) {
+    this.#connectMs = connectMs;
     this.#client = new grpc.Client(address, credentials, channelOptions);
     if (apiKey !== undefined) this.#metadata.set("authorization", `Bearer ${apiKey}`);
   }
@@ -37,6 +43,7 @@ export class Transport {
     limits: Limits,
   ): Promise<MessageShape<O>> {
     const body = encode(method.input, request);
+    await this.#connect(limits);
     this.#refuseIfOver(limits);
     return new Promise((resolve, reject) => {
       const [metadata, options] = this.#with(limits);
@@ -54,6 +61,7 @@ export class Transport {
     limits: Limits,
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
     const body = encode(method.input, request);
+    await this.#connect(limits);
     this.#refuseIfOver(limits);
     const decode = decoder(method.output);
     const call = this.#client.makeServerStreamRequest(pathOf(method), asIs, decode, body, ...this.#with(limits));
@@ -104,6 +112,24 @@ export class Transport {
     } finally {
       void requests.return?.();
     }
+  }
+
+  /** Waits for a connection, but not for long: gRPC itself would wait as long as the system does. */
+  async #connect(limits: Limits): Promise<void> {
+    if (this.#connectMs === Number.POSITIVE_INFINITY) return;
+    const channel = this.#client.getChannel();
+    const latest = Math.min(limits.deadline, Date.now() + this.#connectMs);
+    while (Date.now() < latest) {
+      this.#refuseIfOver(limits);
+      const state = channel.getConnectivityState(true);
+      // Without a connection the call fails at once, and says why there is none.
+      if (state === connectivity.READY || state === connectivity.TRANSIENT_FAILURE) return;
+      const soon = Math.min(latest, Date.now() + LOOK_MS);
+      await new Promise((resolve) => channel.watchConnectivityState(state, soon, resolve));
+    }
+    if (latest === limits.deadline) return; // as above: the call fails at once
+    const facts = { details: { accepted: "false" }, grpcStatus: grpc.status.UNAVAILABLE };
+    throw new ConnectionFailed(`no connection to ${channel.getTarget()} within ${this.#connectMs} ms`, facts);
   }
 
   #answer<T>(

@@ -9,6 +9,7 @@ import { wireTo } from "./wire.js";
 /** The error table of the wire; codes that gRPC never carries are sent with the status nearest to their meaning. */
 const table: [string, status, new (message: string) => sdk.HoldfastError][] = [
   ["session_not_found", status.NOT_FOUND, sdk.SessionNotFound],
+  ["session_elsewhere", status.UNAVAILABLE, sdk.SessionElsewhere],
   ["session_busy", status.ABORTED, sdk.SessionBusy],
   ["history_conflict", status.ABORTED, sdk.HistoryConflict],
   ["message_mismatch", status.INVALID_ARGUMENT, sdk.MessageMismatch],
@@ -28,6 +29,7 @@ const table: [string, status, new (message: string) => sdk.HoldfastError][] = [
   ["template_error", status.INVALID_ARGUMENT, sdk.TemplateError],
   ["idempotency_mismatch", status.ABORTED, sdk.IdempotencyMismatch],
   ["journal_failed", status.UNAVAILABLE, sdk.JournalFailed],
+  ["fenced", status.UNAVAILABLE, sdk.Fenced],
   ["storage_unavailable", status.UNAVAILABLE, sdk.StorageUnavailable],
   ["recompute_too_long", status.FAILED_PRECONDITION, sdk.RecomputeTooLong],
   ["payload_too_large", status.RESOURCE_EXHAUSTED, sdk.PayloadTooLarge],
@@ -36,11 +38,10 @@ const table: [string, status, new (message: string) => sdk.HoldfastError][] = [
 ];
 
 async function refusedWith(refusal: Refusal): Promise<sdk.HoldfastError> {
-  const client = await connected({
-    closeSession: () => {
-      throw refusal;
-    },
-  });
+  const closeSession = () => {
+    throw refusal;
+  };
+  const client = await connected({ closeSession }, { retries: 0 });
   return (await failureOf(client.session("s").close())) as sdk.HoldfastError;
 }
 

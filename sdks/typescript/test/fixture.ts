@@ -10,7 +10,7 @@ export async function serving(handlers: Handlers, options: Parameters<typeof ser
   return server;
 }
 
-export function clientOf(address: string, options: ClientOptions = {}): Client {
+export function clientOf(address: string | readonly string[], options: ClientOptions = {}): Client {
   const client = new Client(address, options);
   onTestFinished(() => client.close());
   return client;

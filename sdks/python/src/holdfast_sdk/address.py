@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from holdfast_sdk.version import VERSION
 
 Certificates = bool | bytes | str | os.PathLike[str] | None
 MAX_MESSAGE_BYTES = 256 << 20
+CONNECT_MS = 2000  # for a connection, TLS included; where there are other addresses the next one is tried then
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,23 @@ class Address:
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             # Without these a lost connection is not tried again for a second, longer than our own first pauses.
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # gRPC's name for how long an attempt to connect may take
             ("grpc.max_reconnect_backoff_ms", 5000),
         ]
         if is_local:
             options.append(("grpc.enable_http_proxy", 0))
         metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         return cls(target, credentials, metadata, tuple(options))
+
+
+def addresses_of(
+    targets: str | Sequence[str], *, api_key: str | None, tls: Certificates, insecure: bool
+) -> tuple[Address, ...]:
+    """One address or several, in the order in which they are to be used."""
+    given = (targets,) if isinstance(targets, str) else tuple(targets)
+    if not given:
+        raise ValueError("the list of addresses is empty; give at least one host:port")
+    return tuple(Address.checked(target, api_key=api_key, tls=tls, insecure=insecure) for target in given)
 
 
 def is_loopback(target: str) -> bool:

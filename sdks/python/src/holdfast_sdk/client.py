@@ -1,10 +1,10 @@
 """The door to a Holdfast server, for blocking code."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from holdfast_sdk import client_flows
-from holdfast_sdk.address import Address, Certificates
+from holdfast_sdk.address import Certificates, addresses_of
 from holdfast_sdk.client_flows import DEFAULT_PAGE_SIZE
 from holdfast_sdk.errors import HoldfastError
 from holdfast_sdk.flow import Limits
@@ -18,14 +18,15 @@ from holdfast_sdk.wire import Wire
 class Client:
     """A connection to the gRPC door at `address` (`host:port`). Threads may share it.
 
+    Several addresses are members of one cluster: the first is used until it is gone, then the next, round and round.
     `tls`: True for the public roots, or root certificates as a path or bytes. `timeout_s` bounds every call, all its
-    attempts together (None: no bound). `retries`: how often a call that is safe to repeat is sent again. An API key
-    goes over TLS or to this machine only, unless `insecure`.
+    attempts together (None: no bound). `retries`: how often a call that is safe to repeat is sent again, to each
+    address. An API key goes over TLS or to this machine only, unless `insecure`.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str | None = None,
         tls: Certificates = None,
@@ -33,8 +34,9 @@ class Client:
         retries: int = 3,
         insecure: bool = False,
     ) -> None:
-        self._limits = Limits(timeout_s, retries)
-        self._wire = Wire(Address.checked(address, api_key=api_key, tls=tls, insecure=insecure))
+        addresses = addresses_of(address, api_key=api_key, tls=tls, insecure=insecure)
+        self._limits = Limits(timeout_s, retries, len(addresses))
+        self._wire = Wire(addresses)
 
     def create_session(
         self,
@@ -84,7 +86,7 @@ class Client:
         """
         outgoing = Outgoing(chunks)
         try:
-            imported = self._wire.run(client_flows.import_session(outgoing.messages(), timeout_s))
+            imported = self._wire.run(client_flows.import_session(self._limits, outgoing.messages(), timeout_s))
         except HoldfastError as error:
             if outgoing.failure:
                 raise outgoing.failure from error

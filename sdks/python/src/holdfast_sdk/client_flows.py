@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from holdfast_sdk import convert
-from holdfast_sdk.flow import Flow, Limits, build, repeat
+from holdfast_sdk.flow import Flow, Limits, build, once, repeat
 from holdfast_sdk.gen import runtime_pb2 as pb
 from holdfast_sdk.results import Created, Imported, ModelInfo, SessionInfo, SessionState
 
@@ -27,11 +27,11 @@ def create_session(
         eos_token_ids=eos_token_ids,
         metadata=metadata,
     )
-    return convert.created((yield limits.call("CreateSession", request)))
+    return convert.created((yield from once(limits.call("CreateSession", request), limits)))
 
 
 def model_info(limits: Limits) -> Flow[ModelInfo]:
-    answer = yield from repeat(limits.call("GetModelInfo", pb.GetModelInfoRequest()), limits.retries)
+    answer = yield from repeat(limits.call("GetModelInfo", pb.GetModelInfoRequest()), limits)
     return convert.model_info(answer)
 
 
@@ -46,10 +46,12 @@ def page_of_sessions(
         client_label=label,
         state=None if state is None else convert.state_number(state),
     )
-    answer = yield from repeat(limits.call("ListSessions", request), limits.retries)
+    answer = yield from repeat(limits.call("ListSessions", request), limits)
     return [convert.session_info(info) for info in answer.sessions], answer.next_page_token
 
 
-def import_session(chunks: object, timeout_s: float | None) -> Flow[Imported]:
+def import_session(limits: Limits, chunks: object, timeout_s: float | None) -> Flow[Imported]:
     """`chunks` iterates SessionChunk messages, in the way that the wire reads them."""
+    if limits.num_addresses > 1:  # chunks that were read cannot be sent again: find an address that answers first
+        yield from model_info(limits)
     return convert.imported((yield Limits(timeout_s).call("ImportSession", chunks)))

@@ -2,6 +2,7 @@
 
 HoldfastError               `code`, `details`, `grpc_status`; also a code that this version does not know
 ├── SessionNotFound         unknown, closed, expired or evicted: details["detail"] says which
+├── SessionElsewhere        another member of the cluster owns it; nothing was done. Ask another address
 ├── SessionBusy             one operation at a time per session; nothing was done
 ├── SessionFailed           an invariant broke; the session is lost, its neighbours are not
 ├── HistoryConflict         the history has another length than expected; nothing was done
@@ -16,6 +17,7 @@ HoldfastError               `code`, `details`, `grpc_status`; also a code that t
 ├── QuotaExceeded           you have as much as one owner may have; `details` names the setting
 ├── Draining                the server is shutting down
 ├── JournalFailed           the server could not write it down, so it did not happen
+├── Fenced                  the server lost its lease and stops; another member has its sessions
 ├── StorageUnavailable      the server's disk cannot be used
 ├── MessageMismatch         chat: the messages do not continue the stored ones
 ├── TemplateError           chat: the template cannot render these messages
@@ -26,7 +28,7 @@ HoldfastError               `code`, `details`, `grpc_status`; also a code that t
 ├── UpstreamTimeout         the backend behind the server took too long
 ├── UpstreamAborted         the backend behind the server gave up
 ├── UpstreamUnavailable     the backend behind the server is not there at this moment
-├── ConnectionFailed        no answer: refused, reset or lost. The call may or may not have arrived
+├── ConnectionFailed        no answer: refused, reset or lost. The call may have arrived, unless `is_untouched`
 ├── DeadlineExceeded        no answer in time. The call may or may not have arrived
 └── Cancelled               ended by the other side or by closing the client
 """
@@ -55,6 +57,11 @@ class HoldfastError(Exception):
         self.details: Mapping[str, str] = dict(details or {})
         self.grpc_status = grpc_status
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has begun to carry out the call: it never left, or was turned away at once."""
+        return self.details.get("accepted") == "false"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes with their facts."""
         return type(self), (str(self),), self.__dict__
@@ -62,6 +69,14 @@ class HoldfastError(Exception):
 
 class SessionNotFound(HoldfastError):
     code = "session_not_found"
+
+
+class SessionElsewhere(HoldfastError):
+    code = "session_elsewhere"
+
+    @property
+    def is_untouched(self) -> bool:
+        return True
 
 
 class SessionBusy(HoldfastError):
@@ -124,6 +139,10 @@ class Draining(HoldfastError):
 
 class JournalFailed(HoldfastError):
     code = "journal_failed"
+
+
+class Fenced(HoldfastError):
+    code = "fenced"
 
 
 class StorageUnavailable(HoldfastError):

@@ -7,16 +7,25 @@ A flow yields what it wants done (`Call`, `Pause`) and is sent the answer or thr
 import itertools
 import random
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from holdfast_sdk.errors import ConnectionFailed, Draining, HoldfastError, InvalidArgument, SessionBusy
+from holdfast_sdk.errors import (
+    ConnectionFailed,
+    Draining,
+    Fenced,
+    HoldfastError,
+    InvalidArgument,
+    SessionBusy,
+    SessionElsewhere,
+)
 
 T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
+GONE = (ConnectionFailed, Draining, Fenced, SessionElsewhere)  # another address may do better
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +57,12 @@ Flow = Generator[Step, Any, T]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a call may take, all its attempts together, and how often it may be sent again."""
+    """How long a call may take, all its attempts together, and how often it may be sent again: each of `retries` more
+    rounds goes once through all addresses."""
 
     timeout_s: float | None = 60.0
     retries: int = 3
+    num_addresses: int = 1
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -65,22 +76,38 @@ class Limits:
         return Call(rpc, request, None if seconds is None else time.monotonic() + seconds)
 
 
-def repeat(call: Call, retries: int, lost: list[HoldfastError] | None = None) -> Flow[Any]:
-    """The answer to a call that may arrive twice without harm; attempts that got none are added to `lost`.
+def repeat(call: Call, limits: Limits, lost: list[HoldfastError] | None = None) -> Flow[Any]:
+    """The answer to a call that may arrive twice without harm; attempts that may have arrived are added to `lost`.
 
     A busy session after a lost attempt is most likely that attempt, still running; being refused changed nothing.
     """
     lost = [] if lost is None else lost
-    for attempt in itertools.count():
+    return _attempts(call, limits, lambda error: isinstance(error, (*GONE, SessionBusy) if lost else GONE), lost)
+
+
+def once(call: Call, limits: Limits) -> Flow[Any]:
+    """The answer to a call that must not be carried out twice: it is sent again only where nobody had begun it."""
+    return _attempts(call, limits, lambda error: error.is_untouched, [])
+
+
+def _attempts(
+    call: Call, limits: Limits, is_safe: Callable[[HoldfastError], bool], lost: list[HoldfastError]
+) -> Flow[Any]:
+    """Each attempt goes to the address in use, which is the next one after an address that is gone. Where there is
+    none that was not tried in this round, wait."""
+    for attempt in itertools.count(1):
         try:
             return (yield call)
-        except (ConnectionFailed, Draining, SessionBusy) as error:
-            if isinstance(error, SessionBusy) and not lost:
+        except HoldfastError as error:
+            if not is_safe(error):
                 raise
-            pause = Pause(backoff(attempt))
-            if attempt >= retries or not call.has_time_for(pause):
+            rounds, rest = divmod(attempt, limits.num_addresses)
+            must_wait = not rest or isinstance(error, SessionBusy)
+            pause = Pause(backoff(max(0, rounds - 1)) if must_wait else 0)
+            if rounds > limits.retries or not call.has_time_for(pause):
                 raise
-            lost.append(error)
+            if not error.is_untouched:
+                lost.append(error)
         yield pause
 
 

@@ -63,7 +63,7 @@ class GenerationRecord:
         """Whether the generation failed with this error; being cancelled after the last event is no failure."""
         if self._done is not None and isinstance(error, Cancelled):
             return False
-        is_lost = isinstance(error, Cancelled | ConnectionFailed | DeadlineExceeded)
+        is_lost = isinstance(error, Cancelled | ConnectionFailed | DeadlineExceeded) and not error.is_untouched
         self._was_refused = not (is_lost or self._has_begun)
         return True
 

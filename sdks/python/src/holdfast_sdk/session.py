@@ -68,7 +68,7 @@ class Session:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
-        """`append` and `generate` in one call, which is never sent twice."""
+        """`append` and `generate` in one call, which is never carried out twice."""
         flow = self._flows.turn(token_ids, max_tokens, expected_history_length, timeout_s, sampling)
         return Generation(self._wire.stream(self._wire.run(flow)), self._flows, is_turn=True)
 

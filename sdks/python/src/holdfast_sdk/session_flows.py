@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from holdfast_sdk import convert
 from holdfast_sdk.errors import HistoryConflict, HoldfastError
-from holdfast_sdk.flow import Call, Flow, Limits, Pause, build, growing, repeat
+from holdfast_sdk.flow import Call, Flow, Limits, Pause, build, growing, once, repeat
 from holdfast_sdk.gen import runtime_pb2 as pb
 from holdfast_sdk.results import Appended, Closed, Forked, Rewound, SessionInfo
 from holdfast_sdk.sampling import SamplingOptions, to_message
@@ -49,7 +50,7 @@ class SessionFlows:
             self.history_length = known
 
     def info(self) -> Flow[SessionInfo]:
-        answer = yield from repeat(self._info_call(), self.limits.retries)
+        answer = yield from repeat(self._info_call(), self.limits)
         info = convert.session_info(answer)
         if not info.busy:
             self.history_length = info.history_length
@@ -65,7 +66,7 @@ class SessionFlows:
         call = self._call("AppendTokens", pb.AppendTokensRequest, token_ids=ids, expected_history_length=expected)
         lost: list[HoldfastError] = []
         try:
-            result = convert.appended((yield from repeat(call, self.limits.retries, lost)))
+            result = convert.appended((yield from repeat(call, self.limits, lost)))
         except HistoryConflict as conflict:
             # The known length stays: whoever sends the same again without looking is refused again, not doubled.
             if not lost or conflict.history_length != expected + len(ids):
@@ -82,8 +83,8 @@ class SessionFlows:
         expected_history_length: int | None,
         timeout_s: float | None,
         options: SamplingOptions,
-    ) -> Flow[Call]:
-        """The call to stream, once the session is ready for it."""
+    ) -> Flow[Flow[Any]]:
+        """How to open the stream, once the session is ready for it."""
         sampling = to_message(options)
         yield from self.settle()
         return self._stream(
@@ -102,8 +103,8 @@ class SessionFlows:
         expected_history_length: int | None,
         timeout_s: float | None,
         options: SamplingOptions,
-    ) -> Flow[Call]:
-        """The call to stream, once the session is ready for it."""
+    ) -> Flow[Flow[Any]]:
+        """How to open the stream, once the session is ready for it."""
         sampling, ids = to_message(options), list(token_ids)
         yield from self.settle()
         return self._stream(
@@ -118,26 +119,27 @@ class SessionFlows:
 
     def fork(self, at_position: int | None, label: str) -> Flow[Forked]:
         yield from self.settle()
-        return convert.forked(
-            (yield self._call("ForkSession", pb.ForkSessionRequest, at_position=at_position, client_label=label))
-        )
+        call = self._call("ForkSession", pb.ForkSessionRequest, at_position=at_position, client_label=label)
+        return convert.forked((yield from once(call, self.limits)))
 
     def rewind(self, to_position: int) -> Flow[Rewound]:
         yield from self.settle()
-        result = convert.rewound((yield self._call("RewindSession", pb.RewindSessionRequest, to_position=to_position)))
+        call = self._call("RewindSession", pb.RewindSessionRequest, to_position=to_position)
+        result = convert.rewound((yield from once(call, self.limits)))
         self.history_length = result.history_length
         return result
 
-    def history(self, start: int | None, end: int | None) -> Flow[Call]:
+    def history(self, start: int | None, end: int | None) -> Flow[Flow[Any]]:
         yield from self.settle()
-        return self._call("GetHistory", pb.GetHistoryRequest, from_position=start, to_position=end)
+        call = self._call("GetHistory", pb.GetHistoryRequest, from_position=start, to_position=end)
+        return repeat(call, self.limits)
 
-    def export(self, with_snapshot: bool, timeout_s: float | None) -> Flow[Call]:
+    def export(self, with_snapshot: bool, timeout_s: float | None) -> Flow[Flow[Any]]:
         yield from self.settle()
         return self._stream("ExportSession", pb.ExportSessionRequest, timeout_s, without_snapshot=not with_snapshot)
 
     def close(self) -> Flow[Closed]:
-        result = convert.closed((yield self._call("CloseSession", pb.CloseSessionRequest)))
+        result = convert.closed((yield from once(self._call("CloseSession", pb.CloseSessionRequest), self.limits)))
         self.is_closed = True
         return result
 
@@ -147,6 +149,7 @@ class SessionFlows:
     def _call(self, rpc: str, message: type[object], timeout_s: float | None = None, **fields: object) -> Call:
         return self.limits.call(rpc, build(message, session_id=self.session_id, **fields), timeout_s)
 
-    def _stream(self, rpc: str, message: type[object], timeout_s: float | None, **fields: object) -> Call:
+    def _stream(self, rpc: str, message: type[object], timeout_s: float | None, **fields: object) -> Flow[Any]:
         """A generation or an export takes as long as it takes, unless told otherwise."""
-        return Limits(timeout_s).call(rpc, build(message, session_id=self.session_id, **fields))
+        call = Limits(timeout_s).call(rpc, build(message, session_id=self.session_id, **fields))
+        return once(call, self.limits)

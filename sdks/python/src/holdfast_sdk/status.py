@@ -22,6 +22,9 @@ _WITHOUT_INFO: dict[grpc.StatusCode, type[HoldfastError]] = {
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unimplemented,
 }
+# How gRPC begins to say that a call found no connection, and so was never sent. A text that is not here is taken as a
+# call that may have arrived: then it is not sent again, unless that is safe.
+_NEVER_SENT = ("failed to connect to all addresses", "errors resolving ", "DNS resolution failed")
 _LOCAL = {errors.ConnectionFailed, errors.DeadlineExceeded, errors.Cancelled}
 _BY_CODE = {cls.code: cls for cls in HoldfastError.__subclasses__() if cls not in _LOCAL}
 
@@ -42,7 +45,9 @@ def from_rpc_error(error: grpc.RpcError) -> HoldfastError:
     if info := _error_info(ended.trailing_metadata() or ()):
         cls = _BY_CODE.get(info.reason, HoldfastError)
         return cls(message, code=info.reason, details=info.metadata, grpc_status=status)
-    return _WITHOUT_INFO.get(status, HoldfastError)(message, grpc_status=status)
+    is_unsent = status is grpc.StatusCode.UNAVAILABLE and message.startswith(_NEVER_SENT)
+    details = {"accepted": "false"} if is_unsent else None
+    return _WITHOUT_INFO.get(status, HoldfastError)(message, details=details, grpc_status=status)
 
 
 def _error_info(trailers: Iterable[tuple[str, str | bytes]]) -> ErrorInfo | None:

@@ -1,10 +1,10 @@
 """The door to a Holdfast server, for asyncio."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from holdfast_sdk import client_flows
-from holdfast_sdk.address import Address, Certificates
+from holdfast_sdk.address import Certificates, addresses_of
 from holdfast_sdk.aio.session import AsyncSession
 from holdfast_sdk.aio.wire import AsyncWire
 from holdfast_sdk.client_flows import DEFAULT_PAGE_SIZE
@@ -23,7 +23,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str | None = None,
         tls: Certificates = None,
@@ -31,8 +31,9 @@ class AsyncClient:
         retries: int = 3,
         insecure: bool = False,
     ) -> None:
-        self._limits = Limits(timeout_s, retries)
-        self._wire = AsyncWire(Address.checked(address, api_key=api_key, tls=tls, insecure=insecure))
+        addresses = addresses_of(address, api_key=api_key, tls=tls, insecure=insecure)
+        self._limits = Limits(timeout_s, retries, len(addresses))
+        self._wire = AsyncWire(addresses)
 
     async def create_session(
         self,
@@ -85,7 +86,7 @@ class AsyncClient:
         """
         outgoing = Outgoing(chunks)
         try:
-            imported = await self._wire.run(client_flows.import_session(outgoing.messages(), timeout_s))
+            imported = await self._wire.run(client_flows.import_session(self._limits, outgoing.messages(), timeout_s))
         except HoldfastError as error:
             if outgoing.failure:
                 raise outgoing.failure from error

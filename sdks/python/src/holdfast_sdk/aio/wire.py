@@ -1,7 +1,7 @@
-"""The asyncio connection: carries out flows and opens streams over one gRPC channel."""
+"""The asyncio connections: carries out flows and opens streams, over one gRPC channel for each address."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from holdfast_sdk.address import Address
 from holdfast_sdk.errors import Cancelled, HoldfastError
 from holdfast_sdk.flow import Call, Flow, Pause, Step
 from holdfast_sdk.gen.runtime_pb2_grpc import RuntimeServiceStub
+from holdfast_sdk.route import Route
 from holdfast_sdk.status import from_rpc_error
 
 T = TypeVar("T")
@@ -20,20 +21,18 @@ T = TypeVar("T")
 class AsyncWire:
     """Connects at the first call, on the event loop that makes it."""
 
-    def __init__(self, address: Address, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        self._address = address
-        self._sleep = sleep
+    def __init__(self, addresses: Sequence[Address], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._addresses = addresses
+        self.sleep = sleep
+        self.route = Route(len(addresses))
 
     @cached_property
-    def _channel(self) -> grpc.aio.Channel:
-        address = self._address
-        if address.credentials is None:
-            return grpc.aio.insecure_channel(address.target, options=address.options)
-        return grpc.aio.secure_channel(address.target, address.credentials, options=address.options)
+    def _channels(self) -> list[grpc.aio.Channel]:
+        return [_channel(address) for address in self._addresses]
 
     @cached_property
-    def _stub(self) -> RuntimeServiceStub:
-        return RuntimeServiceStub(self._channel)
+    def _stubs(self) -> list[RuntimeServiceStub]:
+        return [RuntimeServiceStub(channel) for channel in self._channels]
 
     async def run(self, flow: Flow[T]) -> T:
         """Do what the flow asks for until it returns."""
@@ -50,42 +49,79 @@ class AsyncWire:
             except HoldfastError as error:
                 answer, resume = error, flow.throw
 
-    def stream(self, call: Call) -> "AsyncStream":
-        """Sends the request now; the answers come as the stream is read."""
-        return AsyncStream(self._start(call))
+    def stream(self, flow: Flow[Any]) -> "AsyncStream":
+        """Sends the call of the flow now; the answers come as the stream is read."""
+        return AsyncStream(self, flow)
+
+    def start(self, call: Call, index: int) -> Any:
+        """Sends the call to the address with this index."""
+        method = getattr(self._stubs[index], call.rpc)
+        return method(call.request, timeout=call.timeout_s, metadata=self._addresses[index].metadata)
 
     async def close(self) -> None:
         """Ends every call that is still running."""
-        await self._channel.close(grace=None)
+        await asyncio.gather(*(channel.close(grace=None) for channel in self._channels))
 
     async def _perform(self, step: Step) -> Any:
         if isinstance(step, Pause):
-            return await self._sleep(step.seconds)
-        with translated():
-            return await self._start(step)
+            return await self.sleep(step.seconds)
+        index = self.route.current
+        try:
+            with translated():
+                return await self.start(step, index)
+        except HoldfastError as failure:
+            self.route.failed(index, failure)
+            raise
 
-    def _start(self, call: Call) -> Any:
-        method = getattr(self._stub, call.rpc)
-        return method(call.request, timeout=call.timeout_s, metadata=self._address.metadata)
+
+def _channel(address: Address) -> grpc.aio.Channel:
+    if address.credentials is None:
+        return grpc.aio.insecure_channel(address.target, options=address.options)
+    return grpc.aio.secure_channel(address.target, address.credentials, options=address.options)
 
 
 class AsyncStream(AsyncIterator[Any]):
-    """The messages that the server sends in answer to one call."""
+    """The messages that the server sends in answer to one call. Until the first has come, the flow says whether an
+    error means that the call is sent again."""
 
-    def __init__(self, rpc: Any) -> None:
-        self._rpc = rpc
-        self._messages = aiter(rpc)
+    def __init__(self, wire: AsyncWire, flow: Flow[Any]) -> None:
+        self._wire = wire
+        self._flow = flow
+        self._has_begun = self._is_closed = False
+        self._open(next(flow))
 
     def __aiter__(self) -> "AsyncStream":
         return self
 
     async def __anext__(self) -> Any:
-        with translated():
-            return await anext(self._messages)
+        while True:
+            try:
+                with translated():
+                    message = await anext(self._messages)
+                self._has_begun = True
+                return message
+            except HoldfastError as failure:
+                self._wire.route.failed(self._index, failure, has_begun=self._has_begun)
+                if self._has_begun or self._is_closed:
+                    raise
+                step = self._flow.throw(failure)
+            while isinstance(step, Pause):
+                await self._wire.sleep(step.seconds)
+                step = self._flow.send(None)
+            self._open(step)
 
     def close(self) -> None:
         """Tells the server to stop; nothing happens where it has ended."""
+        self._is_closed = True
         self._rpc.cancel()
+
+    def _open(self, call: Step) -> None:
+        assert isinstance(call, Call)
+        self._index = self._wire.route.current
+        self._rpc = self._wire.start(call, self._index)
+        self._messages = aiter(self._rpc)
+        if self._is_closed:  # meanwhile
+            self._rpc.cancel()
 
 
 @contextmanager
