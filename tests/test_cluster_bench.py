@@ -1,10 +1,17 @@
 """`holdfast bench cluster`: what the history checker finds, and a real cluster under every kind of fault."""
 
+import dataclasses
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from holdfast.bench.agents import Token
+from holdfast.bench.cluster.clients import split_turns
+from holdfast.bench.cluster.faults import KINDS, FaultKind, FaultRun, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
+from holdfast.bench.cluster.scenario import ClusterRun, ClusterSettings, judge, record_run, unanswered
+from holdfast.bench.report import Results
 
 # The history checker: a session of three turns by one client, the second of which was sent twice
 
@@ -106,3 +113,58 @@ def test_conversations_of_one_session_have_positions_of_their_own() -> None:
     record = [RECORD[0], replace(RECORD[0], conversation="other"), *RECORD[1:]]
     assert _check([*LOG, *other], record) == {}
     assert _check([*LOG, *other], RECORD) == {"lost": 1}
+
+
+# What else a run is judged by
+
+
+def _run(attempts: list[Attempt], faults: list[FaultRun], *, stuck: tuple[str, ...] = ()) -> ClusterRun:
+    return ClusterRun(
+        began_s=0.0, ended_s=10.0, attempts=attempts, record={"s": RECORD}, faults=faults, exits=(), stuck=stuck
+    )
+
+
+def _fault(kind: FaultKind, session_id: str, began_s: float, over_s: float, *codes: int) -> FaultRun:
+    return FaultRun(kind, began_s, over_s, frozenset({session_id}), list(codes))
+
+
+LATE = [LOG[0], FAILED, replace(LOG[2], ended_s=4.0), replace(LOG[3], started_s=4.0, ended_s=4.5)]
+END = _fault("roll", "", 10.0, 10.0, 0, 0)
+
+
+def test_a_session_waits_from_the_fault_of_its_member_until_its_next_answer() -> None:
+    hit, miss = _fault("kill", "s", 1.0, 2.0), _fault("kill", "another", 1.0, 2.0)
+    assert unanswered(_run(LATE, [hit, END]))["kill"] == [(3.0, True)]
+    assert unanswered(_run(LATE, [miss, END]))["kill"] == []
+    meanwhile = _fault("database", "", 3.0, 3.5)
+    assert unanswered(_run(LATE, [hit, meanwhile, END]))["kill"] == [(3.0, False)]
+
+
+def _failed_gates(run: ClusterRun, lease_s: float = 1.0) -> set[str]:
+    settings = ClusterSettings(lease_s=lease_s)
+    results = Results("cluster", "", dataclasses.asdict(settings))
+    record_run(settings, run, results)
+    return {gate.name for gate in judge(results.report) if not gate.passed}
+
+
+def test_a_cluster_is_judged_by_all_that_can_go_wrong() -> None:
+    hit = _fault("pause", "s", 1.0, 2.0)
+    assert _failed_gates(_run(LATE, [hit, END])) == set()
+    assert _failed_gates(_run([*LATE, _attempt(3, "d", 5.0)], [hit, END])) == {"nothing_lost"}
+    assert _failed_gates(_run(LATE, [hit, END], stuck=("session s",))) == {"every_session_goes_on"}
+    assert _failed_gates(_run(LATE, [_fault("pause", "s", 0.5, 2.0), END])) == {"answered_again"}
+    assert _failed_gates(_run(LATE, [hit, _fault("roll", "", 9.0, 9.5, 0, 1), END])) == {"stops_cleanly"}
+
+
+def test_the_same_seed_plans_the_same_faults_and_every_kind_comes() -> None:
+    planned = plan_faults(14, 3, seed=5)
+    assert planned == plan_faults(14, 3, seed=5) != plan_faults(14, 3, seed=6)
+    assert Counter(fault.kind for fault in planned) == dict.fromkeys(KINDS, 2)
+
+
+def test_a_history_of_tokens_is_split_into_its_turns() -> None:
+    blocks = [Token(id) for id in range(100, 108)], [Token(id) for id in range(200, 208)]
+    sampled = [Token(3, -0.5, -0.25), Token(4, -1.0, -1.0)]
+    turns = split_turns([*blocks[0], *sampled, *blocks[1], *blocks[0], *sampled[:1]], 10)
+    assert [(one.position, one.turn[:7]) for one in turns] == [(10, "100-101"), (20, "200-201"), (28, "100-101")]
+    assert turns[0].contents[0].endswith("107 3:-0.5:-0.25 4:-1.0:-1.0")

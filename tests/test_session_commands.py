@@ -62,6 +62,47 @@ def test_sessions_are_listed_by_label_and_state(server: Server, capsys: pytest.C
         main(["sessions", "list", "--server", server.address, "--state", "asleep"])
 
 
+def test_of_several_addresses_the_first_that_answers_is_used(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = sessions_of(server, 1)
+    assert main(["sessions", "list", "--server", f"127.0.0.1:1, {server.address}"]) == 0
+    assert mine[0] in capsys.readouterr().out
+    chat = ["chat", "hi", "--max-tokens", "2"]
+    assert main([*chat, "--server", f"127.0.0.1:1,http://{server.http}"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main([*chat, "--server", "127.0.0.1:1,127.0.0.1:2"]) == 1
+    assert "no answer from 127.0.0.1:1,127.0.0.1:2" in capsys.readouterr().err
+    assert main(["sessions", "list", "--server", "grpcs://127.0.0.1:1,grpc://127.0.0.1:2"]) == 2
+    assert "either all addresses use TLS, or none of them" in capsys.readouterr().err
+    monkeypatch.setenv("HOLDFAST_API_KEY", "k")
+    for words in (["sessions", "list"], chat):  # the key may go to the first, and not to the second
+        assert main([*words, "--server", "127.0.0.1:1,10.0.0.1:2"]) == 2
+        assert "in plain text to 10.0.0.1:2" in capsys.readouterr().err
+
+
+def test_a_request_that_a_server_turned_away_goes_to_the_next(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Draining(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = json.dumps({"error": {"code": "draining", "accepted": "false", "message": "gone"}}).encode()
+            self.send_response(503)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Draining) as gone:
+        threading.Thread(target=gone.serve_forever).start()
+        address = f"127.0.0.1:{gone.server_address[1]}"
+        assert main(["chat", "hi", "--max-tokens", "2", "--server", f"{address},{server.http}"]) == 0
+        assert main(["chat", "hi", "--server", address]) == 1
+        gone.shutdown()
+    assert "gone" in capsys.readouterr().err
+
+
 def test_a_session_goes_to_a_file_and_comes_back(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

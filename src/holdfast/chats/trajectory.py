@@ -98,7 +98,7 @@ class Trajectory:
             session_id=opened.session_id,
             owner=opened.owner,
             is_forest=opened.kind == "forest",
-            name=opened.metadata.get(NAME, ""),
+            name=opened.name,
             group=opened.group,
             pin_tokens=opened.pin_tokens,
             tree=tree,

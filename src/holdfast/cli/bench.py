@@ -18,8 +18,10 @@ from holdfast.bench import (
     quality,
     recovery,
     responsiveness,
+    resting,
     speculation,
 )
+from holdfast.bench.cluster import scale
 from holdfast.bench.cluster import scenario as cluster
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, quick_note, run
@@ -33,7 +35,9 @@ SCENARIOS = (
     long_session.SCENARIO,
     recovery.SCENARIO,
     cluster.SCENARIO,
+    scale.SCENARIO,
     capacity.SCENARIO,
+    resting.SCENARIO,
     quality.scenario(build_engine),
     engine_speed.DECODE,
     engine_speed.PREFILL,

@@ -60,7 +60,8 @@ def register(commands: Any) -> None:
         "--server",
         metavar="URL",
         help="chat on a running `holdfast serve`: its HTTP address, HOST:PORT or a URL; HOLDFAST_API_KEY is its key. "
-        "grpc://HOST:PORT sends tokens instead of text, which needs --model here and the Python SDK",
+        "Several of one cluster are separated by commas. grpc://HOST:PORT sends tokens instead of text, which needs "
+        "--model here and the Python SDK",
     )
     parser.add_argument(
         "--session", metavar="ID", help="continue this session of the server; the start of its id is enough"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from holdfast_sdk import AsyncClient, Client
 
 _CONNECT_TIMEOUT_S = 10
+_CONNECT_ELSEWHERE_S = 2  # where another address can be tried
 _READ_TIMEOUT_S = 600
 _SHOWN = 10
 _HAS_TLS = {"grpc": False, "http": False, "grpcs": True, "https": True}  # by the scheme of a URL
@@ -49,9 +50,15 @@ def add_tls_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    about = "gRPC address of a running `holdfast serve`; HOLDFAST_API_KEY is its key (default: %(default)s)"
+    about = "gRPC address of a running `holdfast serve`; HOLDFAST_API_KEY is its key (default: %(default)s). Several "
+    about += "addresses of one cluster are separated by commas: the first that answers is used"
     parser.add_argument("--server", default="127.0.0.1:50051", metavar="HOST:PORT", help=about)
     add_tls_flags(parser)
+
+
+def _addresses(given: str) -> list[str]:
+    """What is separated by commas."""
+    return [each.strip() for each in given.split(",") if each.strip()] or [given]
 
 
 def own_command() -> str:
@@ -110,17 +117,26 @@ def server_errors(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _client(kind: str, arguments: argparse.Namespace) -> Any:
-    sdk, address = _sdk(), arguments.server
-    scheme, _, rest = address.partition("://")
-    target = rest.rstrip("/") if scheme in _HAS_TLS else address
-    tls = arguments.tls_ca or _with_tls(address, arguments)
+    sdk, addresses = _sdk(), _addresses(arguments.server)
+    has_tls = {_with_tls(address, arguments) for address in addresses}
+    if len(has_tls) > 1:
+        raise ConfigError(f"{arguments.server}: either all addresses use TLS, or none of them")
+    tls = arguments.tls_ca or has_tls.pop()
+    targets = [_target(address) for address in addresses]
     try:
-        key = _api_key(address, is_safe=tls or arguments.insecure or sdk.address.is_loopback(target))
-        return getattr(sdk, kind)(target, api_key=key, tls=tls, insecure=arguments.insecure, retries=0)
+        for address, target in zip(addresses, targets, strict=True):
+            key = _api_key(address, is_safe=tls or arguments.insecure or sdk.address.is_loopback(target))
+        return getattr(sdk, kind)(targets, api_key=key, tls=tls, insecure=arguments.insecure, retries=0)
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
     except OSError as exc:
         raise _unreadable(arguments.tls_ca, exc) from exc
+
+
+def _target(address: str) -> str:
+    """The gRPC address without a scheme of ours."""
+    scheme, _, rest = address.partition("://")
+    return rest.rstrip("/") if scheme in _HAS_TLS else address
 
 
 def _with_tls(address: str, arguments: argparse.Namespace) -> bool:
@@ -155,32 +171,33 @@ def _sdk() -> Any:
 class HttpServer:
     """The HTTP endpoint of a server, named by HOST:PORT or a URL. An async context, on one event loop.
 
-    Redirects are not followed: the API key goes to this address only.
+    Of several addresses, separated by commas, one is used until it is gone, then the next. Redirects are not followed:
+    the API key goes to these addresses only.
     """
 
     def __init__(self, address: str, arguments: argparse.Namespace, *, key: str | None = None) -> None:
         """`key`: the API key, if it is not the one in the environment."""
         self.address = address
-        self._has_tls = _with_tls(address, arguments)
-        try:
-            url = urllib.parse.urlsplit(address if "://" in address else f"http{'s' * self._has_tls}://{address}")
-            is_url = url.scheme in ("http", "https") and bool(url.hostname) and not url.username and url.port != 0
-        except ValueError:  # a port that is no number
-            is_url = False
-        if not is_url:
-            raise ConfigError(f"{address} is not HOST:PORT, and not a URL that begins with http:// or https://")
-        self.url = url.geturl().rstrip("/").removesuffix("/v1")
-        self._headers = {}
-        is_local = is_loopback(url.hostname or "")
-        self.key = key or _api_key(address, is_safe=self._has_tls or arguments.insecure or is_local)
-        if self.key:
-            self._headers["authorization"] = f"Bearer {self.key}"
-        self._uses_proxy = not is_local
+        urls = [_checked_url(each, arguments) for each in _addresses(address)]
+        for each, url in zip(_addresses(address), urls, strict=True):
+            is_safe = url.scheme == "https" or arguments.insecure or is_loopback(url.hostname or "")
+            self.key = key or _api_key(each, is_safe=is_safe)
+        self._urls = [url.geturl().rstrip("/").removesuffix("/v1") for url in urls]
+        self._current = 0
+        self._headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        self._uses_proxy = not all(is_loopback(url.hostname or "") for url in urls)
+        self._has_tls = any(url.scheme == "https" for url in urls)
         self._tls = _tls_context(arguments.tls_ca) if self._has_tls else None
         self._session: aiohttp.ClientSession | None = None
 
+    @property
+    def url(self) -> str:
+        """Of the address in use."""
+        return self._urls[self._current]
+
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
+        connect_s = _CONNECT_TIMEOUT_S if len(self._urls) == 1 else _CONNECT_ELSEWHERE_S
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=_READ_TIMEOUT_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=self._uses_proxy)
         return self
 
@@ -224,11 +241,8 @@ class HttpServer:
     @contextlib.asynccontextmanager
     async def _response(self, method: str, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with a status below 300; what goes wrong until its end is a ServerError."""
-        assert self._session is not None
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, allow_redirects=False, ssl=self._tls or True
-            ) as response:
+            async with await self._answer(method, path, body) as response:
                 if response.status >= 300:
                     raise ServerError(f"{self.address}: {_message(await response.read(), response.status)}")
                 yield response
@@ -243,6 +257,23 @@ class HttpServer:
             needs_tls = isinstance(exc, aiohttp.ServerDisconnectedError) and not self._has_tls
             hint = " If it has a certificate, pass https://HOST:PORT." if needs_tls else ""
             raise ServerError(_no_answer(self.address, has_tls=self._has_tls) + hint) from exc
+
+    async def _answer(self, method: str, path: str, body: Any) -> aiohttp.ClientResponse:
+        """The response of the address in use, or of the next one where nobody has begun the request."""
+        assert self._session is not None
+        for num_left in reversed(range(len(self._urls))):
+            try:
+                response = await self._session.request(
+                    method, self.url + path, json=body, allow_redirects=False, ssl=self._tls or True
+                )
+                if not num_left or not await _is_turned_away(response):
+                    return response
+                response.release()
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                if not num_left:
+                    raise
+            self._current = (self._current + 1) % len(self._urls)
+        raise AssertionError("the last address has answered or raised")
 
     def _no_http(self) -> ServerError:
         return ServerError(
@@ -272,6 +303,28 @@ def _tls_context(file: str) -> ssl.SSLContext:
 
 def _unreadable(file: str, exc: OSError) -> ConfigError:
     return ConfigError(f"cannot read the certificates in {file}: {exc.strerror or exc}")
+
+
+def _checked_url(address: str, arguments: argparse.Namespace) -> urllib.parse.SplitResult:
+    try:
+        scheme = f"http{'s' * _with_tls(address, arguments)}"
+        url = urllib.parse.urlsplit(address if "://" in address else f"{scheme}://{address}")
+        if url.scheme in ("http", "https") and url.hostname and not url.username and url.port != 0:
+            return url
+    except ValueError:  # a port that is no number
+        pass
+    raise ConfigError(f"{address} is not HOST:PORT, and not a URL that begins with http:// or https://")
+
+
+async def _is_turned_away(response: aiohttp.ClientResponse) -> bool:
+    """Whether the server has done nothing, and another one may do it."""
+    if response.status not in (421, 503):
+        return False
+    try:
+        error = json.loads(await response.read())["error"]
+        return bool(error["code"] == "session_elsewhere" or error.get("accepted") == "false")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _message(body: bytes, status: int) -> str:

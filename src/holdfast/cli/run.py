@@ -74,7 +74,8 @@ def register(commands: Any) -> None:
         usage="holdfast run [OPTIONS] -- COMMAND [ARGUMENTS]",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
-    server = "HTTP address of a running `holdfast serve`, with the key HOLDFAST_API_KEY; "
+    server = "HTTP address of a running `holdfast serve`, or several of one cluster, separated by commas, with the key "
+    server += "HOLDFAST_API_KEY; "
     parser.add_argument("--server", metavar="URL", help=server + "default: HOLDFAST_SERVER, else a server is started")
     parser.add_argument("--label", default="", help="label of the session")
     parser.add_argument(

@@ -115,7 +115,8 @@ class Transfers:
     async def _import(self, owner: str, data: bytearray) -> Imported:
         runtime = self._runtime
         session = await asyncio.to_thread(self._read, data)
-        stored = _stored(session, session_id=new_session_id(), number=runtime.next_number(), owner=owner)
+        number = await runtime.journal.next_number()
+        stored = _stored(session, session_id=new_session_id(), number=number, owner=owner)
 
         def take_over() -> None:
             pass

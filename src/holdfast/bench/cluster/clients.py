@@ -190,7 +190,7 @@ class ChatClient(ClusterClient):
         return self._session_id
 
     async def _converse(self) -> None:
-        async with _together() as conversations:
+        async with together() as conversations:
             for number in range(self._num_conversations):
                 conversations.create_task(self._conversation(f"You are helper {number} of {self._session_id}."))
 
@@ -360,12 +360,12 @@ class _HistoryMoved(Exception):
 
 
 @asynccontextmanager
-async def _together() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first failure is raised by itself."""
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first failure, where it is one of ours, is raised by itself."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
-    except* SessionStuck as exc:
+    except* HoldfastError as exc:
         raise exc.exceptions[0] from None
 
 

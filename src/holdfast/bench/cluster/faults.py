@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from holdfast.bench.cluster.members import ClusterMember, MemberProcesses
-from holdfast.bench.cluster.postgres import Database
+from holdfast.bench.cluster.postgres import PostgresProcess
 
 FaultKind = Literal["kill", "pause", "cut", "deaf", "database", "roll", "join"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -45,12 +45,12 @@ def plan_faults(num: int, num_members: int, seed: int) -> list[Fault]:
 
 @dataclass(slots=True)
 class FaultRun:
-    """A fault as it happened, by `time.monotonic`. `member` is empty where it hit none, or all."""
+    """A fault as it happened, by `time.monotonic`. `sessions` are those of the member that it hit, if it hit one."""
 
     kind: FaultKind
-    member: str
     began_s: float
     over_s: float = 0.0  # when its cause was gone
+    sessions: frozenset[str] = frozenset()
     exit_codes: list[int] = field(default_factory=list)  # of members that were told to stop
 
 
@@ -60,7 +60,7 @@ class Saboteur:
     def __init__(
         self,
         members: MemberProcesses,
-        database: Database,
+        database: PostgresProcess,
         lease_s: float,
         regulars: Sequence[ClusterMember],
         guest: ClusterMember,
@@ -79,18 +79,19 @@ class Saboteur:
         lasts_s = fault.lasts * self._lease_s
         if fault.kind in ("database", "roll", "join"):
             async with self._alone:
-                run = self._begin(fault.kind, "")
+                run = self._begin(fault.kind)
                 do = {"database": self._lose_database, "roll": self._roll, "join": self._join}[fault.kind]
                 await do(run, lasts_s)
         else:
             async with target.lock:
-                run = self._begin(fault.kind, target.name)
+                sessions = await asyncio.to_thread(self._database.sessions_of, target.name)
+                run = self._begin(fault.kind, sessions)
                 hit = {"kill": self._kill, "pause": self._pause, "cut": self._cut, "deaf": self._deafen}[fault.kind]
                 await hit(target, lasts_s)
         run.over_s = time.monotonic()
 
-    def _begin(self, kind: FaultKind, member: str) -> FaultRun:
-        run = FaultRun(kind, member, time.monotonic())
+    def _begin(self, kind: FaultKind, sessions: frozenset[str] = frozenset()) -> FaultRun:
+        run = FaultRun(kind, time.monotonic(), sessions=sessions)
         self.runs.append(run)
         return run
 

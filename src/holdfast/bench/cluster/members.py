@@ -12,10 +12,11 @@ import aiohttp
 
 from holdfast.bench.cluster.clients import MemberAddress
 from holdfast.bench.cluster.link import Link
-from holdfast.bench.cluster.postgres import Database, free_port
+from holdfast.bench.cluster.postgres import PostgresProcess, free_port
 from holdfast.bench.processes import START_TIMEOUT_S, ProcessFailed, ServerProcess
 
 _POLL_S = 0.05
+_READY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,13 @@ class ClusterMember:
         if self.server is not None and self.server.exit_code is None:
             os.kill(self.server.pid, number)
 
-    async def is_ready(self, http: aiohttp.ClientSession) -> bool:
-        """Whether it accepts requests, and its journal does."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with (
-                asyncio.timeout(1.0),
-                http.get(f"{self.address.http}/readyz") as reply,
-            ):
-                return reply.status == 200
-        return False
+    async def not_ready(self, http: aiohttp.ClientSession) -> str:
+        """Why it does not accept requests; empty if it does."""
+        try:
+            async with asyncio.timeout(_READY_S), http.get(f"{self.address.http}/readyz") as reply:
+                return "" if reply.status == 200 else f"{self.name}: {reply.status} {await reply.text()}"
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            return f"{self.name}: {type(exc).__name__}"
 
 
 class MemberProcesses:
@@ -104,9 +103,9 @@ class MemberProcesses:
     async def all_ready(self) -> None:
         """Returns when every wanted member accepts requests."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not all(await asyncio.gather(*(member.is_ready(self._http) for member in self.wanted))):
+        while any(found := await asyncio.gather(*(member.not_ready(self._http) for member in self.wanted))):
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"not all members were ready within {START_TIMEOUT_S:g} s")
+                raise ProcessFailed(f"not ready after {START_TIMEOUT_S:g} s: {'; '.join(filter(None, found))}")
             await asyncio.sleep(_POLL_S)
 
     def kill_all(self) -> None:
@@ -116,7 +115,7 @@ class MemberProcesses:
 
 @contextlib.asynccontextmanager
 async def members_of(
-    database: Database, names: Sequence[str], flags: Sequence[str], http: aiohttp.ClientSession
+    database: PostgresProcess, names: Sequence[str], flags: Sequence[str], http: aiohttp.ClientSession
 ) -> AsyncIterator[MemberProcesses]:
     """MemberProcesses on fixed ports, none of them wanted yet. All have ended when the context does."""
     async with contextlib.AsyncExitStack() as stack:

@@ -22,11 +22,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.bench.machine import cpu_s_of
-from holdfast.bench.processes import START_TIMEOUT_S, Child, obey, started
+from holdfast.bench.processes import START_TIMEOUT_S, Child, obey, run_helper, started
 from holdfast.errors import ConfigError
 
-Order = Literal["kill", "start", "cpu_s"]
+Order = Literal["kill", "start", "pids"]
 
 _ACCOUNT = "nobody"
 _POLL_S = 0.02
@@ -65,7 +64,7 @@ def url_of(port: int) -> str:
     return f"postgresql://postgres@127.0.0.1:{port}/postgres"
 
 
-class Database:
+class PostgresProcess:
     """The server as the bench sees it, for as long as the context lasts. Its calls block."""
 
     def __init__(self, folder: str = "", **settings: str) -> None:
@@ -73,7 +72,7 @@ class Database:
         programs = str(find_postgres(folder).resolve())
         self._child: Child = started("cluster.postgres", programs, str(self.port), _SETTINGS | settings)
 
-    def __enter__(self) -> "Database":
+    def __enter__(self) -> "PostgresProcess":
         self._child.read(str)
         return self
 
@@ -92,16 +91,25 @@ class Database:
         """Blocks until it accepts connections, crash recovery included."""
         self._ask("start")
 
-    def cpu_s(self) -> float:
-        return self._ask("cpu_s")
+    def sessions_of(self, member: str) -> frozenset[str]:
+        """The sessions that a member owns; none where the database is away."""
+        import psycopg
 
-    def _ask(self, order: Order) -> float:
-        return self._child.ask(order, float, timeout_s=START_TIMEOUT_S)
+        with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self.url()) as connection:
+            rows = connection.execute("SELECT id FROM sessions WHERE member = %s", [member]).fetchall()
+            return frozenset(row[0] for row in rows)
+        return frozenset()
+
+    def pids(self) -> list[int]:
+        """Of the server and of its processes at this moment, one for each connection among them."""
+        return self._ask("pids")
+
+    def _ask(self, order: Order) -> list[int]:
+        return self._child.ask(order, list[int], timeout_s=START_TIMEOUT_S)
 
 
 class _Server:
     def __init__(self, programs: Path, port: int, settings: dict[str, str], folder: Path) -> None:
-        self._programs = programs
         self._port = port
         self._settings = settings
         self._data = folder / "data"
@@ -112,8 +120,24 @@ class _Server:
             entry = pwd.getpwnam(_ACCOUNT)
             os.chown(folder, entry.pw_uid, entry.pw_gid)
             self._account = {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+        self._programs = self._runnable(programs, folder)
         options = ["--auth=trust", "--encoding=utf8", "--locale=C", "--no-sync", "-U", "postgres", "-D", self._data]
         self._run("initdb", *options)
+
+    def _runnable(self, programs: Path, folder: Path) -> Path:
+        """The programs, or a copy where the account cannot reach them, or a wheel was unpacked without their modes."""
+        try:
+            subprocess.run([programs / "postgres", "--version"], check=True, capture_output=True, **self._account)
+        except (OSError, subprocess.CalledProcessError):
+            copy, package = folder / "programs", programs.parents[1]
+            copied = shutil.copytree(programs.parent, copy / package.name / programs.parent.name) / programs.name
+            libraries = package.with_name(f"{package.name}.libs")  # of a wheel, beside it
+            if libraries.exists():
+                shutil.copytree(libraries, copy / libraries.name)
+            for path in (copy, *copy.rglob("*")):
+                path.chmod(0o755)
+            return copied
+        return programs
 
     def start(self) -> None:
         flags = [word for item in self._settings.items() for word in ("-c", "=".join(item))]
@@ -141,7 +165,7 @@ class _Server:
 
     def kill(self) -> None:
         assert self._process
-        pids = [self._process.pid, *_children(self._process.pid)]
+        pids = self.pids()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -156,21 +180,17 @@ class _Server:
                 self._process.wait(_STOP_S)
             self.kill()
 
-    def cpu_s(self) -> float:
-        """Of the server and its processes; those that have ended are not counted."""
+    def pids(self) -> list[int]:
         assert self._process
-        return cpu_s_of((self._process.pid, *_children(self._process.pid)))
+        everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        children = (one for one in everyone if _state(one)[1:2] == [str(self._process.pid)])
+        return [self._process.pid, *children]
 
     def _run(self, program: str, *arguments: Any) -> None:
         command = [self._programs / program, *arguments]
         done = subprocess.run(command, check=False, capture_output=True, cwd=self._data.parent, **self._account)
         if done.returncode:
             raise ConfigError(f"{program} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
-
-
-def _children(pid: int) -> list[int]:
-    everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    return [one for one in everyone if _state(one)[1:2] == [str(pid)]]
 
 
 def _is_running(pid: int) -> bool:
@@ -195,15 +215,12 @@ async def _main(programs: str, port: str, settings: str) -> None:
             server.stop()
 
 
-async def _obeyed(server: _Server, line: bytes) -> float:
+async def _obeyed(server: _Server, line: bytes) -> list[int]:
     order = msgspec.json.decode(line, type=Order)
-    if order == "cpu_s":
-        return server.cpu_s()
-    await asyncio.to_thread(server.kill if order == "kill" else server.start)
-    return 0.0
+    if order != "pids":
+        await asyncio.to_thread(server.kill if order == "kill" else server.start)
+    return server.pids()
 
 
 if __name__ == "__main__":
-    from holdfast.bench.processes import run_helper
-
     run_helper(_main(*sys.argv[1:]))

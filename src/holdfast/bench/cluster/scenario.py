@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from holdfast.bench.cluster.clients import ChatClient, ClusterClient, Playground, TokenClient, read_record
+from holdfast.bench.cluster.clients import ChatClient, ClusterClient, Playground, TokenClient, read_record, together
 from holdfast.bench.cluster.faults import KINDS, LOSING, FaultKind, FaultRun, Saboteur, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
 from holdfast.bench.cluster.members import MemberProcesses, members_of
-from holdfast.bench.cluster.postgres import Database
+from holdfast.bench.cluster.postgres import PostgresProcess
 from holdfast.bench.gates import Gate, all_right, percentile_at_most
 from holdfast.bench.processes import started
 from holdfast.bench.report import Report, Results
@@ -29,7 +29,7 @@ from holdfast.config import DEFAULT_MODEL, option
 _DELAY_S = 0.001  # of the upstream, for each token
 _GUEST = "guest"
 _READER = "reader"
-_LAST_TURN_LEASES = 10  # how long a session may take for its last turn, once all faults are over
+_LAST_TURN_S = 60.0  # how long a session may take for its last turn, once all faults are over
 _SLACK_S = 2.0  # beyond the lease, until a session of a dead member is answered
 _CONCURRENT_READS = 8
 _UNDISTURBED_S = 0.5  # after a fault that the next one waits for
@@ -71,14 +71,14 @@ def measure(settings: ClusterSettings, results: Results) -> None:
     # What a process that was killed had written is safe without fsync: only a loss of power would lose it.
     with (
         started("upstreams", "prompted", str(_DELAY_S)) as upstream,
-        Database(settings.postgres, fsync="off") as database,
+        PostgresProcess(settings.postgres, fsync="off") as database,
     ):
         flags = [settings.model, "--backend", "sglang", "--upstream", upstream.read(str)]
         record_run(settings, asyncio.run(run_cluster(settings, database, flags, results)), results)
 
 
 async def run_cluster(
-    settings: ClusterSettings, database: Database, flags: Sequence[str], results: Results
+    settings: ClusterSettings, database: PostgresProcess, flags: Sequence[str], results: Results
 ) -> ClusterRun:
     """Start members and clients, cause all faults, then let every session have a last turn and read all of them."""
     names = [f"m{number + 1}" for number in range(settings.members)]
@@ -107,12 +107,12 @@ async def run_cluster(
             async with _cancelled(clients):
                 await _cause_all(settings, saboteur, members, results)
                 results.step("the last turn of every session")
-                playground.ends_at = time.monotonic() + _LAST_TURN_LEASES * settings.lease_s
+                playground.ends_at = time.monotonic() + _LAST_TURN_S
                 await asyncio.gather(*clients)
             ended_s = time.monotonic()
         exits = [f"{one.name} ended with {one.code}: {one.said}" for one in members.exits]
         results.step("reading all sessions")
-        last = FaultRun("roll", "", ended_s, ended_s)
+        last = FaultRun("roll", ended_s, ended_s)
         last.exit_codes.extend(await asyncio.gather(*(member.stop() for member in regular if member.server)))
         for member in regular:
             member.is_wanted = False
@@ -144,7 +144,7 @@ def _clients(settings: ClusterSettings, playground: Playground) -> Iterator[Clus
 
 async def _cause_all(settings: ClusterSettings, saboteur: Saboteur, members: MemberProcesses, results: Results) -> None:
     planned = plan_faults(settings.faults, settings.members, settings.seed)
-    async with asyncio.TaskGroup() as pending:
+    async with together() as pending:
         for number, fault in enumerate(planned, 1):
             results.step(f"fault {number} of {len(planned)}, {fault.kind}")
             cause = pending.create_task(saboteur.cause(fault))
@@ -200,7 +200,7 @@ async def _read_all(playground: Playground, base: str, grpc: str) -> dict[str, l
 
 def unanswered(run: ClusterRun) -> dict[FaultKind, list[tuple[float, bool]]]:
     """By kind of fault: how long each session of the member that it hit went without an answer, and whether no other
-    fault came in between. Whose session it was tells the member that answered last."""
+    fault came in between."""
     found: dict[FaultKind, list[tuple[float, bool]]] = {kind: [] for kind in LOSING}
     answers: dict[str, list[Attempt]] = {}
     for attempt in run.attempts:
@@ -209,9 +209,10 @@ def unanswered(run: ClusterRun) -> dict[FaultKind, list[tuple[float, bool]]]:
     for fault in run.faults:
         if fault.kind not in LOSING:
             continue
-        for same in answers.values():
+        for session_id in fault.sessions & answers.keys():
+            same = answers[session_id]
             index = bisect.bisect_right(same, fault.began_s, key=lambda one: one.ended_s)
-            if 0 < index < len(same) and same[index - 1].member == fault.member:
+            if 0 < index < len(same):
                 until_s = same[index].ended_s
                 found[fault.kind].append((until_s - fault.began_s, is_alone(fault, run.faults, until_s)))
     return found
