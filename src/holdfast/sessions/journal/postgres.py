@@ -236,7 +236,6 @@ class PostgresJournal(DatabaseJournal):
 
     def _acquire(self, connection: Connection, session_id: str, owner: str) -> StoredSession:
         num_uncertain = self._num_uncertain
-        self._look_at(connection, lambda db: rows.check_open(db, session_id, owner))
         with connection.transaction():
             if num_uncertain != self._num_settled:  # a commit of ours that is still under way has a lock on our row
                 connection.execute("SELECT 1 FROM members WHERE name = $1 FOR UPDATE", [self._members.name])
