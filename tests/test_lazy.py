@@ -35,7 +35,7 @@ from holdfast.serving import storage
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions import residence
 from holdfast.sessions.journal.base import Entry, Rewarded, SessionClosed, StoredSession, TokensSampled, TurnRecorded
-from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.journal.snapshots import LocalSnapshots, SnapshotStore
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.runtime import Runtime
@@ -230,7 +230,7 @@ async def resting(
 ) -> AsyncIterator[tuple[Runtime, Journal]]:
     engine = SlowEngine(num_slabs=num_slabs, forward_s=0.0)
     backend = EmbeddedBackend(Worker(engine), model_of(engine))
-    journal, snapshots = Journal(folder), SnapshotStore(folder / "snapshots", budget_bytes=1 << 20)
+    journal, snapshots = Journal(folder), SnapshotStore(LocalSnapshots(folder / "snapshots", budget_bytes=1 << 20))
     backend.start()
     try:
         yield Runtime(backend, journal=journal, snapshots=snapshots, max_parked=max_parked, **options), journal
