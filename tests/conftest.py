@@ -1,5 +1,7 @@
 """Shared fixtures: the real default model, loaded once, and small random models of every family."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,6 +28,15 @@ def default_source() -> GGUFSource:
 def default_engine(default_source: GGUFSource) -> TorchEngine:
     """The default model in fp32 with a small window, so that tests see it slide."""
     return load_engine(default_source, num_slabs=4, shape=SMALL, device="cpu")
+
+
+@pytest.fixture
+def postgres() -> Iterator[str]:
+    """The URL of an empty database on a real PostgreSQL."""
+    from tests.postgres import fresh_database  # not every machine that runs tests has a client for it
+
+    with fresh_database() as url:
+        yield url
 
 
 SMALL = SlabShape(recent=60, max_pin=16, prefill_chunk=48, draft_length=4, rewind_tokens=32)

@@ -220,7 +220,12 @@ async def further_turns(server: Server, wanted: dict[str, Any]) -> dict[str, Any
     }
 
 
-ADDED = {"summary": "BLOB", "rested_at": "REAL", "name": "TEXT"}  # columns of sessions that came after version 2
+ADDED = {
+    "summary": "BLOB",
+    "rested_at": "REAL",
+    "name": "TEXT",
+    "member": "TEXT",
+}  # columns of sessions that came after version 2
 
 
 def rows(database: Path) -> dict[str, list[dict[str, Any]]]:

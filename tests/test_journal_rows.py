@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.sessions.journal.base import Rewarded, TurnDelivered
+from holdfast.sessions.journal.database import SqliteDatabase
 from holdfast.sessions.journal.recorder import RowBatch
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests.journaling import name, opening, same_turn, spoken
@@ -55,7 +56,7 @@ def test_rows_that_were_cleared_never_come() -> None:
     connection = sqlite3.connect(":memory:")
     for table in ("bodies", "turns", "spans"):
         connection.execute(f"CREATE TABLE {table} (a, b)")
-    pending = RowBatch(connection)
+    pending = RowBatch(SqliteDatabase(connection))
     pending.add("turns", 1, 2)
     pending.clear()
     for number in range(NUM_TURNS):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidArgument
-from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.journal.snapshots import LocalSnapshots, SnapshotStore
 
 HEADER = 20  # bytes that a file has beside its content
 
@@ -27,7 +27,9 @@ def test_snapshots_stay_within_budgets_and_come_back_as_they_were_or_not_at_all(
 ) -> None:
     last: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as directory:
-        store = SnapshotStore(Path(directory), budget_bytes=disk_budget, memory_budget_bytes=memory_budget)
+        store = SnapshotStore(
+            LocalSnapshots(Path(directory), budget_bytes=disk_budget), memory_budget_bytes=memory_budget
+        )
         for what, number, size in acts:
             name, content = f"s{number}", random.Random(size).randbytes(size)
             if what == "p":
@@ -41,7 +43,9 @@ def test_snapshots_stay_within_budgets_and_come_back_as_they_were_or_not_at_all(
             elif what == "s":
                 store.spill()
                 assert store.memory_bytes == 0
-                store = SnapshotStore(Path(directory), budget_bytes=disk_budget, memory_budget_bytes=memory_budget)
+                store = SnapshotStore(
+                    LocalSnapshots(Path(directory), budget_bytes=disk_budget), memory_budget_bytes=memory_budget
+                )
             assert store.get(name) in (None, last.get(name))
             assert (name in store.ids()) == (store.get(name) is not None)
             assert store.memory_bytes <= memory_budget
@@ -52,7 +56,7 @@ def test_snapshots_stay_within_budgets_and_come_back_as_they_were_or_not_at_all(
 
 def test_the_least_recently_used_go_to_disk_then_for_good_and_the_order_outlives_a_restart(tmp_path: Path) -> None:
     def opened() -> SnapshotStore:
-        return SnapshotStore(tmp_path, budget_bytes=2 * (100 + HEADER), memory_budget_bytes=200)
+        return SnapshotStore(LocalSnapshots(tmp_path, budget_bytes=2 * (100 + HEADER)), memory_budget_bytes=200)
 
     store = opened()
     for name in "abcd":
@@ -70,7 +74,7 @@ def test_the_least_recently_used_go_to_disk_then_for_good_and_the_order_outlives
 
 
 def test_a_damaged_or_unfinished_snapshot_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = SnapshotStore(tmp_path, budget_bytes=10_000)
+    store = SnapshotStore(LocalSnapshots(tmp_path, budget_bytes=10_000))
     for name in ("flipped", "short", "empty", "whole", "gone"):
         store.put(name, random.Random(name).randbytes(1000))
     flipped = bytearray((tmp_path / "flipped.snapshot").read_bytes())
@@ -79,7 +83,7 @@ def test_a_damaged_or_unfinished_snapshot_is_as_good_as_none(tmp_path: Path, cap
     (tmp_path / "short.snapshot").write_bytes((tmp_path / "short.snapshot").read_bytes()[:-1])
     (tmp_path / "empty.snapshot").write_bytes(b"")
     (tmp_path / "unfinished.new").write_bytes(b"half")
-    store = SnapshotStore(tmp_path, budget_bytes=10_000)
+    store = SnapshotStore(LocalSnapshots(tmp_path, budget_bytes=10_000))
     (tmp_path / "gone.snapshot").unlink()
     assert [store.get(name) for name in ("flipped", "short", "empty", "gone", "unfinished")] == [None] * 5
     assert store.get("whole") == random.Random("whole").randbytes(1000)
@@ -88,17 +92,17 @@ def test_a_damaged_or_unfinished_snapshot_is_as_good_as_none(tmp_path: Path, cap
 
 
 def test_a_smaller_budget_evicts_at_start(tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, budget_bytes=10_000)
+    store = SnapshotStore(LocalSnapshots(tmp_path, budget_bytes=10_000))
     for name in "abc":
         store.put(name, bytes(1000))
-    assert SnapshotStore(tmp_path, budget_bytes=1100).ids() == ["c"]
-    assert SnapshotStore(tmp_path, budget_bytes=0).ids() == []
+    assert SnapshotStore(LocalSnapshots(tmp_path, budget_bytes=1100)).ids() == ["c"]
+    assert SnapshotStore(LocalSnapshots(tmp_path, budget_bytes=0)).ids() == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_is_no_session_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument):
-        SnapshotStore(tmp_path, budget_bytes=100).put("../x", b"")
+        SnapshotStore(LocalSnapshots(tmp_path, budget_bytes=100)).put("../x", b"")
 
 
 @pytest.fixture
@@ -113,7 +117,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_costs_the_snapshot_and_nothing_else(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = SnapshotStore(small_disk, budget_bytes=1_000_000)
+    store = SnapshotStore(LocalSnapshots(small_disk, budget_bytes=1_000_000))
     assert store.put("a", bytes(10_000))
     with caplog.at_level(logging.WARNING):
         assert not store.put("b", bytes(100_000))

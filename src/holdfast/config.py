@@ -176,6 +176,8 @@ class ServeConfig:
             raise ConfigError("--workers needs --journal postgresql://...: one data directory serves one process")
         if self.blobs and not self.journal:
             raise ConfigError("--blobs needs --journal: a data directory keeps long replies in files of its own")
+        if self.blobs and self.blobs == self.snapshots:
+            raise ConfigError("--blobs and --snapshots must be two places: snapshots may be deleted, replies must not")
         try:
             datetime.date.fromisoformat(self.sunset)
         except ValueError as exc:
@@ -437,6 +439,16 @@ def metavar_of(field: "dataclasses.Field[Any]") -> str:
 def from_arguments(cls: type[C], arguments: argparse.Namespace) -> C:
     """An instance of `cls` for a parsed command line; reads the environment and the file given with `--config`."""
     return load(cls, flags=vars(arguments), environment=os.environ, file=arguments.config)
+
+
+def given_flags(arguments: argparse.Namespace, *, without: Container[str] = ()) -> list[str]:
+    """The settings of a parsed command line, and its `--config`, as words of another command line."""
+    flags = [f"--config={arguments.config}"] if arguments.config else []
+    for name in (field.name for cls in GROUPS for field in dataclasses.fields(cls) if field.name not in without):
+        if (value := getattr(arguments, name)) is not None:
+            no = "--no-" if value is False else "--"
+            flags.append(flag_of(name).replace("--", no, 1) if isinstance(value, bool) else f"{flag_of(name)}={value}")
+    return flags
 
 
 def load(cls: type[C], *, flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> C:

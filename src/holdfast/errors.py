@@ -44,6 +44,7 @@ HoldfastError
 ├── Unimplemented            the wire has it, this build does not yet
 ├── StreamStalled            the client did not read its stream, which was cancelled
 ├── Draining                 the server or its engine is going away
+│   └── NotServing           it takes no requests, and did nothing of this one
 └── EngineDied               the engine's thread ended by itself; the process must be started again
 """
 
@@ -164,7 +165,7 @@ class SessionNotFound(HoldfastError):
     code = "session_not_found"
 
     def __init__(self, session_id: object, *, detail: str = "unknown") -> None:
-        super().__init__(f"no session {session_id}: {_WHY[detail]}")
+        super().__init__(f"no session {session_id}: {_WHY.get(detail, detail)}")
         self.detail = detail
 
     @property
@@ -336,19 +337,18 @@ class StreamStalled(HoldfastError):
 
 
 class Draining(HoldfastError):
-    """`is_accepted` is False where nothing was done for the request: another server may have it as it is."""
-
     code = "draining"
 
-    def __init__(
-        self, message: str = "the server is shutting down; send the request to another one", *, is_accepted: bool = True
-    ) -> None:
+    def __init__(self, message: str = "the server is shutting down; send the request to another one") -> None:
         super().__init__(message)
-        self.is_accepted = is_accepted
+
+
+class NotServing(Draining):
+    """Nothing was done for the request: another server may have it as it is."""
 
     @property
     def details(self) -> dict[str, str]:
-        return {} if self.is_accepted else {"accepted": "false"}
+        return {"accepted": "false"}
 
 
 class EngineDied(HoldfastError):

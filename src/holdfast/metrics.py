@@ -33,10 +33,15 @@ class Metrics:
         self.session_parked = gauge("session_parked", "sessions without a slab")
         self.session_woken = counter("session_woken_total", "parked sessions that came back, and from what", "how")
         self.journal_commit = histogram("journal_commit_seconds", "time a commit to disk takes", _SECONDS)
+        self.journal_damaged = gauge("journal_damaged", "1 if damaged pages were found in the journal, otherwise 0")
         self.journal_cut_commits = gauge(
             "journal_cut_commits", "commits cut from the end of the journal's log at the last start, as incomplete"
         )
+        self.member_renew = histogram(
+            "member_renew_seconds", "time the database takes to renew this member's lease", _SECONDS
+        )
         self.session_total = counter("session_total", "sessions by how they ended or began", "outcome")
+        self.session_load = histogram("session_load_seconds", "time to read a resting session into memory", _SECONDS)
         self.session_evicted = counter("session_evicted_total", "sessions that had to go", "reason")
         self.session_kv_live_bytes = gauge("session_kv_live_bytes", "cache that is visible to some session")
         self.session_kv_reserved_bytes = gauge("session_kv_reserved_bytes", "cache that sessions hold")
@@ -74,6 +79,15 @@ class Metrics:
         self.upstream_sent_again = counter(
             "upstream_sent_again_total", "requests that were sent again after an abort or a broken connection", "reason"
         )
+        self.cluster_forwards = counter(
+            "cluster_forwards_total",
+            "requests sent to the member that owns their session, by what became of them",
+            *("door", "outcome"),
+        )
+        self.sessions_lost = counter(
+            "cluster_sessions_lost_total", "sessions that another member took while this one had them in use"
+        )
+        self.cluster_fenced = gauge("cluster_fenced", "1 where others have taken this member for dead, and it stops")
         self.event_loop_lag = histogram("event_loop_lag_seconds", "how late the event loop runs", _SECONDS)
 
     def observe_ignored(self, paths: Iterable[str]) -> None:

@@ -104,6 +104,7 @@ class LoadPlan:
     health_interval_s: float = 0.0  # 0: /health is not polled
     is_straight: bool = False
     is_kept: bool = False  # sessions stay open
+    opened_at: str = ""  # HOST:PORT that opens and closes the sessions; empty: `address`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,12 +208,14 @@ class _Load:
             is_first = False
             try:
                 connection = await _connect(self._plan.address)
+                opener = await _connect(self._plan.opened_at) if self._plan.opened_at else connection
                 try:
-                    await self._session(connection)
+                    await self._session(connection, opener)
                     while time.perf_counter() < self._deadline:
-                        await self._session(connection)
+                        await self._session(connection, opener)
                 finally:
                     connection.close()
+                    opener.close()
             except OSError as exc:
                 self._result.num_chats += 1
                 self._count_wrong(str(exc))
@@ -222,10 +225,10 @@ class _Load:
         self._result.num_wrong += 1
         self._result.wrong = self._result.wrong or problem
 
-    async def _session(self, connection: Connection) -> None:
+    async def _session(self, connection: Connection, opener: Connection) -> None:
         base, result = "", self._result
         if not self._plan.is_straight:
-            created = await connection.ask(_CREATE)
+            created = await opener.ask(_CREATE)
             if created.status >= _REFUSED:
                 self._count_wrong(f"no session: status {created.status}: {created.body[:200]!r}")
                 result.num_chats += 1
@@ -244,7 +247,7 @@ class _Load:
             elif ended >= self._deadline:
                 break
         if base and not self._plan.is_kept:
-            await connection.ask(request("DELETE", base))
+            await opener.ask(request("DELETE", base))
 
     async def _poll_health(self) -> None:
         """Polls at a steady pace, whether or not the last poll was answered, so that many polls notice a stall."""

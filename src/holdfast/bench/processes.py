@@ -176,6 +176,15 @@ class ServerProcess(_ChildProcess):
         self.kill()
         raise error
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def last_words(self) -> str:
+        """The last line of its stderr. Not after `stop` or `kill`."""
+        return (self._stderr().strip().splitlines() or [""])[-1]
+
     def stop(self) -> int:
         """SIGTERM; blocks until the process has ended, and gives its exit code."""
         try:

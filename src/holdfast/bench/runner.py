@@ -9,6 +9,7 @@ import dataclasses
 import html
 import importlib.util
 import io
+import itertools
 import os
 import shlex
 import signal
@@ -46,13 +47,17 @@ _SIGNALLED = 128  # exit codes are this and the number of the signal
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Figures or series `names`: their distribution, their values in order, or their medians with the spread."""
+    """Figures or series `names`: their distribution, their values in order, or their medians with the spread.
+
+    `marks`: series of places in a course, drawn as lines.
+    """
 
     title: str
     kind: Literal["distribution", "course", "bars"]
     names: tuple[str, ...]
     label: str
     is_log: bool = False
+    marks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,10 +268,14 @@ def _draw(axes: Any, chart: Chart, report: Report) -> None:
         if chart.kind == "distribution":
             axes.plot(sorted(values), [(i + 1) / len(values) for i in range(len(values))], label=name, color=colour)
         elif chart.kind == "course":
-            axes.plot(range(1, len(values) + 1), values, label=name, color=colour, marker="o", markersize=3)
+            size = 0 if chart.marks else 3
+            axes.plot(range(1, len(values) + 1), values, label=name, color=colour, marker="o", markersize=size)
         elif (figure := report.figures.get(name)) and (found := figure.summary):
             spread = [[found.median - found.low], [found.high - found.median]]
             axes.barh(name, found.median, xerr=spread, color=colour, capsize=3)
+    for name, colour in zip(chart.marks, itertools.cycle(_COLOURS[1:])):
+        for number, place in enumerate(report.values(name)):
+            axes.axvline(place, color=colour, alpha=0.4, linewidth=0.8, label="" if number else name)
     if chart.kind == "bars":
         axes.invert_yaxis()
     else:

@@ -16,12 +16,13 @@ from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.mismatch import mismatches
 from holdfast.chats.samples.sample import Export
-from holdfast.chats.trajectory import NAME, Trajectory
+from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
-from holdfast.errors import HoldfastError, InvalidArgument, Paused, SessionFileRefused
+from holdfast.errors import HoldfastError, InvalidArgument, JournalFailed, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
 from holdfast.sessions.record import TemplateInputs, without
+from holdfast.sessions.session import NAME
 from holdfast.sessions.transfers import ChatContent
 from holdfast.sessions.view import SessionView
 
@@ -47,8 +48,15 @@ class Trajectories:
     def get(self, session_id: str) -> Trajectory | None:
         return self._by_id.get(session_id)
 
+    def loaded(self, stored: StoredSession) -> Callable[[], None]:
+        """Build the trajectory of a session that was read, in a thread; what it returns adds it, on the loop."""
+        if stored.opened.kind == "tokens":
+            return lambda: None
+        return partial(self.add, Trajectory.of_stored(stored))
+
     def forget(self, session_id: str) -> None:
-        """Drop the trajectory of a session that is gone. Its nodes form cycles: unlinked, they are freed at once.
+        """Drop the trajectory of a session that left the memory. Its nodes form cycles: unlinked, they are freed at
+        once.
 
         A turn in flight still reads the tree; it finds out by itself that the session was closed.
         """
@@ -66,7 +74,7 @@ class Trajectories:
 
 
 class ChatService:
-    """Chat sessions on a runtime, whose `on_removed` must be `trajectories.forget`."""
+    """Chat sessions on a runtime whose `on_loaded` and `on_removed` are `loaded` and `forget` of `trajectories`."""
 
     def __init__(self, setup: ChatSetup, trajectories: Trajectories) -> None:
         self.setup = setup
@@ -74,10 +82,6 @@ class ChatService:
         self._trajectories = trajectories
         self._naming: dict[tuple[str, str], asyncio.Task[str]] = {}
         self.template_hash = hashlib.blake2b(setup.chat.template.source.encode(), digest_size=16).hexdigest()
-
-    def restore(self, stored: StoredSession) -> None:
-        """A chat session from the journal; the runtime has its tokens already."""
-        self._trajectories.add(Trajectory.of_stored(stored))
 
     async def create(
         self,
@@ -88,14 +92,19 @@ class ChatService:
         metadata: Mapping[str, str] | None = None,
         pin_tokens: int | None = None,
         is_forest: bool | None = None,
+        name: str | None = None,
     ) -> SessionView:
-        """A new chat session. `is_forest`: it may hold many conversations; None: as the server's settings say."""
+        """A new chat session. `is_forest`: it may hold many conversations; None: as the server's settings say. With a
+        `name` it fails where another session has that; None: the one that its metadata gives it, if that is free."""
+        if name is None:
+            name = await self._runtime.free_name(owner, metadata or {})
         is_forest = self.setup.is_forest if is_forest is None else is_forest
         view = await self._runtime.create(
             owner,
             label=label,
             group=group,
             kind="forest" if is_forest else "chat",
+            name=name,
             metadata=metadata,
             pin_tokens=pin_tokens,
             eos_token_ids=sorted(self.setup.chat.continuation.stop_token_ids),
@@ -105,7 +114,7 @@ class ChatService:
                 session_id=view.session_id,
                 owner=owner,
                 is_forest=is_forest,
-                name=view.metadata.get(NAME, ""),
+                name=name,
                 group=group,
                 pin_tokens=pin_tokens,
                 created_at=view.created_at,
@@ -118,17 +127,22 @@ class ChatService:
         key = (owner, name)
         if (found := self._trajectories.named(owner, name)) is not None:
             return found
-        if key not in self._naming:  # of several who ask at once, one creates it
-
-            async def create() -> str:
-                try:
-                    view = await self.create(owner, label=name, metadata={NAME: name}, is_forest=True)
-                    return view.session_id
-                finally:
-                    del self._naming[key]
-
-            self._naming[key] = asyncio.ensure_future(create())
+        if key not in self._naming:  # of several who ask at once, one looks it up or creates it
+            self._naming[key] = asyncio.ensure_future(self._found_or_created(owner, name))
+            self._naming[key].add_done_callback(lambda _: self._naming.pop(key))
         return await asyncio.shield(self._naming[key])
+
+    async def _found_or_created(self, owner: str, name: str) -> str:
+        find = partial(self._runtime.journal.find_named, owner, name)
+        if (found := await find()) is not None:
+            return found
+        try:
+            view = await self.create(owner, label=name, metadata={NAME: name}, is_forest=True, name=name)
+        except JournalFailed:
+            if (found := await find()) is not None:  # another member was faster
+                return found
+            raise
+        return view.session_id
 
     def get(self, session_id: str, owner: str) -> Trajectory:
         """The trajectory of the owner's chat session."""
@@ -236,7 +250,7 @@ class ChatService:
             raise InvalidArgument("reward must be a finite number", param="reward")
         if turn is not None and not 1 <= turn <= len(nodes):
             raise InvalidArgument(f"turn must be 1 to {len(nodes)}, got {turn}", param="turn")
-        await self._runtime.journal.write(Rewarded(session_id, turn, reward))
+        await self._runtime.record(session_id, owner, Rewarded(session_id, turn, reward))
         if turn is None:
             trajectory.reward = reward
         else:

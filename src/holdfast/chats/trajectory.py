@@ -25,7 +25,6 @@ from holdfast.sessions.record import TemplateInputs, TurnRecord
 if TYPE_CHECKING:
     from holdfast.chats.turn import ChatTurn
 
-NAME = "holdfast-session"  # the key of a session's metadata under which its name is kept
 Tip = Hashable  # where a conversation goes on; see `PreparedTurn.tip`
 
 _MAX_REPEATABLE = 64  # turns on record among which a forest looks for one that is asked for again
@@ -98,7 +97,7 @@ class Trajectory:
             session_id=opened.session_id,
             owner=opened.owner,
             is_forest=opened.kind == "forest",
-            name=opened.metadata.get(NAME, ""),
+            name=opened.name,
             group=opened.group,
             pin_tokens=opened.pin_tokens,
             tree=tree,

@@ -328,7 +328,10 @@ class ChatTurn:
         except SessionNotFound:
             pass  # closed meanwhile: there is nothing left to roll back
         except HoldfastError as exc:
-            logger.warning("session %s: a cancelled turn is still to be rolled back: %s", trajectory.session_id, exc)
+            if self.claim.session.dropped is None:
+                logger.warning(
+                    "session %s: a cancelled turn is still to be rolled back: %s", trajectory.session_id, exc
+                )
         finally:
             if self._is_last():
                 await self.claim.release()

@@ -18,8 +18,11 @@ from holdfast.bench import (
     quality,
     recovery,
     responsiveness,
+    resting,
     speculation,
 )
+from holdfast.bench.cluster import scale
+from holdfast.bench.cluster import scenario as cluster
 from holdfast.bench.report import Figure, Verdict, cautions, compare, read
 from holdfast.bench.runner import RESULTS, Output, Scenario, quick_note, run
 from holdfast.config import flag_of, metavar_of
@@ -31,7 +34,10 @@ SCENARIOS = (
     overhead.SCENARIO,
     long_session.SCENARIO,
     recovery.SCENARIO,
+    cluster.SCENARIO,
+    scale.SCENARIO,
     capacity.SCENARIO,
+    resting.SCENARIO,
     quality.scenario(build_engine),
     engine_speed.DECODE,
     engine_speed.PREFILL,

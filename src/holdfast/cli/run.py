@@ -33,8 +33,8 @@ from holdfast.config import (
     EngineConfig,
     ServeConfig,
     add_flags,
-    flag_of,
     from_arguments,
+    given_flags,
 )
 from holdfast.errors import ConfigError
 from holdfast.models import open_model
@@ -164,12 +164,8 @@ def _started(
 
 def _serve_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags of `holdfast serve` that were given."""
-    flags = [f"{flag_of(name)}={getattr(arguments, name)}" for name in ("model", "config") if getattr(arguments, name)]
-    for name in (field.name for cls in GROUPS for field in dataclasses.fields(cls) if field.name not in _OURS):
-        if (value := getattr(arguments, name)) is not None:
-            no = "--no-" if value is False else "--"
-            flags.append(flag_of(name).replace("--", no, 1) if isinstance(value, bool) else f"{flag_of(name)}={value}")
-    return flags
+    model = [f"--model={arguments.model}"] if arguments.model else []
+    return model + given_flags(arguments, without=_OURS)
 
 
 def _whole_context(arguments: argparse.Namespace) -> list[str]:

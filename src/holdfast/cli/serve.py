@@ -5,9 +5,10 @@ import asyncio
 import contextlib
 import logging
 import shlex
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,7 +22,9 @@ from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli.checks import require_fit
 from holdfast.cli.client import own_command
-from holdfast.cli.usage import MODEL_HELP, HelpAll
+from holdfast.cli.supervision import ChildReport, ParentLink
+from holdfast.cli.usage import MODEL_HELP, HelpAll, refuse_unknown
+from holdfast.cli.workers import PER_WORKER, run_workers
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
@@ -33,9 +36,10 @@ from holdfast.config import (
     check_upstream,
     flag_of,
     from_arguments,
+    given_flags,
 )
 from holdfast.engine.factory import build_worker
-from holdfast.errors import ConfigError, InvalidArgument, ModelError
+from holdfast.errors import ConfigError, HoldfastError, InvalidArgument, ModelError
 from holdfast.metrics import Metrics
 from holdfast.models import ModelSource, open_model
 from holdfast.serving.http import Upstream
@@ -87,10 +91,26 @@ def _add_flags(parser: argparse.ArgumentParser, shown: Container[str] | None = N
         parser.add_argument(f"--{name}", type=kind, metavar=name.upper(), help=about)
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log-level", default="warning", choices=levels, help="default: %(default)s")
-    for name in _NOT_YET:
+    for name in (*_NOT_YET, "supervised"):  # the last one is for servers that another process has started
         parser.add_argument(flag_of(name), type=int, help=argparse.SUPPRESS)
     for cls in GROUPS:
         add_flags(parser, cls, shown=shown)
+
+
+def parsed(words: Sequence[str], *, prog: str) -> argparse.Namespace:
+    """The flags of `holdfast serve` in the command line of another command; exits where one is not known."""
+    parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [MODEL] [FLAGS OF holdfast serve]", add_help=False)
+    _add_flags(parser)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        refuse_unknown(parser, words, unknown)
+    return arguments
+
+
+def model_flags(arguments: argparse.Namespace) -> list[str]:
+    """What a parsed command line says besides its settings, as words of another."""
+    name = arguments.model or arguments.verifier_id
+    return [*([f"--model={name}"] if name else []), f"--log-level={arguments.log_level}"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,6 +118,17 @@ def run(arguments: argparse.Namespace) -> int:
     log.addFilter(RepeatLimit())
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=arguments.log_level.upper(), format=form, handlers=[log])
+    if arguments.supervised is None:
+        return _run(arguments)
+    parent = ParentLink(arguments.supervised)
+    try:
+        return _run(arguments, parent)
+    except HoldfastError as exc:
+        parent.tell(ChildReport(error=str(exc)))
+        raise
+
+
+def _run(arguments: argparse.Namespace, parent: ParentLink | None = None) -> int:
     console = Console(stderr=True, highlight=False)
     server, engine = _with_http_address(arguments), from_arguments(EngineConfig, arguments)
     if arguments.model and arguments.verifier_id:
@@ -110,9 +141,14 @@ def run(arguments: argparse.Namespace) -> int:
     read_origins(server, keys)
     for address in filter(None, (server.grpc, server.http)):  # before the model is loaded
         check_bind(address, keys, insecure=server.insecure)
-        check_free(address)
+        if parent is None or server.workers == 1:  # workers share their addresses
+            check_free(address)
     upstream = from_arguments(UpstreamConfig, arguments)
     check_upstream(server, upstream)
+    if server.workers > 1 and parent is None:
+        return run_workers(
+            [*model_flags(arguments), *given_flags(arguments, without=PER_WORKER)], server, engine, console
+        )
     source = open_model(name, tokenizer_only=server.backend != "embedded")  # may show a download's progress
     with console.status(f"loading {name}"):
         metrics = Metrics()
@@ -136,14 +172,18 @@ def run(arguments: argparse.Namespace) -> int:
         doors = _banner(addresses, server, name, has_chat=chat is not None)
         if backend.not_ready:
             doors.append(f"  [yellow]{escape(backend.not_ready)}; it is tried again until it is[/]")
-        banner = [title, *doors, "[dim]Ctrl-C drains and stops[/]"]
-        console.print("\n".join(banner), soft_wrap=True)  # a wrapped command cannot be copied
+        banner = "\n".join((title, *doors))
+        if parent:
+            parent.tell(ChildReport(grpc=addresses.grpc, http=addresses.http or "", banner=banner))
+        else:  # a wrapped command cannot be copied
+            console.print(banner, "[dim]Ctrl-C drains and stops[/]", sep="\n", soft_wrap=True)
 
     try:
         asyncio.run(serve(backend, server, metrics, chat, on_ready))
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
-    console.print("[dim]stopped[/]")
+    if parent is None:
+        console.print("[dim]stopped[/]")
     return 0
 
 
@@ -202,6 +242,9 @@ def _banner(addresses: ServerAddresses, server: ServeConfig, model: str, *, has_
     kept = (
         f"kept in {server.data_dir}" if server.data_dir else "end with this process; pass --data-dir DIR to keep them"
     )
+    if server.journal:  # without its password
+        url = urlsplit(server.journal)
+        kept = f"kept in the database {url.path.lstrip('/')} at {url.hostname or 'this machine'}"
     http = f"{'https' if server.tls_cert else 'http'}://{addresses.http}"
     try_it = f"{own_command()} chat --server {_url_here(addresses, server)}"
     if not server.http and model != DEFAULT_MODEL:

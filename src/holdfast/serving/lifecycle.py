@@ -4,17 +4,11 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from typing import Any
-
-import uvicorn
-from starlette.types import ASGIApp
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.matching import load_matcher
@@ -24,22 +18,19 @@ from holdfast.chats.trajectory import HistoryRules
 from holdfast.chats.turn import ChatSetup, TurnSource
 from holdfast.chats.upstream_turn import generate_on, relay_to
 from holdfast.config import ChatConfig, ServeConfig
-from holdfast.errors import ConfigError, EngineDied, HoldfastError
+from holdfast.errors import EngineDied, HoldfastError
 from holdfast.metrics import Metrics
+from holdfast.serving.cluster.membership import Cluster, ClusterView, new_member
 from holdfast.serving.grpc import GrpcServer, create_server
 from holdfast.serving.http import Upstream, create_app
-from holdfast.serving.http.connections import (
-    Connections,
-    HttpProtocol,
-    Listener,
-    default_max_connections,
-    raise_file_limit,
-)
+from holdfast.serving.http.connections import raise_file_limit
+from holdfast.serving.http.server import HttpServer, create_http_server
 from holdfast.serving.http.web_pages import read_origins
-from holdfast.serving.keys import Keys, check_bind, read_keys, split_address
+from holdfast.serving.keys import Keys, check_bind, read_keys
 from holdfast.serving.running_calls import RunningCalls
-from holdfast.serving.storage import Storage, open_storage
+from holdfast.serving.storage import Storage, member_name, open_storage
 from holdfast.sessions.admission import Admission
+from holdfast.sessions.journal.base import MemberState
 from holdfast.sessions.ports import ServedBackend
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.runtime import Runtime
@@ -95,7 +86,7 @@ async def running(
 ) -> AsyncIterator[ServerAddresses]:
     """A whole server for as long as the context lasts; leaving it drains."""
     keys = read_keys(config.keys_file)
-    addresses = [address for address in (config.grpc, config.http) if address]
+    addresses = [address for address in (config.grpc, config.http, config.peer_grpc, config.peer_http) if address]
     for address in addresses:
         check_bind(address, keys, insecure=config.insecure)
     read_origins(config, keys)
@@ -118,6 +109,7 @@ async def running(
             max_reply_tokens=config.reply_limit,
             quotas=quotas,
             metrics=metrics,
+            on_loaded=trajectories.loaded,
             on_removed=trajectories.forget,
         )
         admission = Admission(
@@ -131,10 +123,6 @@ async def running(
         chats = None
         if chat and config.http:
             chats = ChatService(_chat_setup(runtime, admission, config, chat), trajectories)
-        for session in storage.stored:
-            runtime.restore(session)
-            if chats is not None and session.opened.kind != "tokens":
-                chats.restore(session)
         async with _endpoints(
             backend,
             runtime,
@@ -163,25 +151,42 @@ async def _endpoints(
     storage: Storage,
     keys: Keys,
 ) -> AsyncIterator[ServerAddresses]:
-    is_draining = False
+    cluster = Cluster(members, runtime, config) if (members := storage.journal.members) else None
+    drain = _Drain(runtime, admission if chats else None, cluster, config.drain_s)
 
     def not_ready() -> str | None:
-        return "draining" if is_draining else storage.journal.health or backend.not_ready
+        return "draining" if drain.has_begun else storage.journal.health or backend.not_ready
 
-    http = None
-    calls: list[RunningCalls] = []
+    async def describe() -> ClusterView:
+        if cluster is not None:
+            return await cluster.view()
+        state: MemberState = "draining" if drain.has_begun else "serving"
+        this = replace(member, state=state, room=runtime.num_free_slabs, num_sessions=runtime.num_sessions)
+        return ClusterView(member.name, (this,), is_cluster=False)
+
     backend.start()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, backend.stop)
         await backend.prepare()  # it may learn more about the model, which both endpoints report
         await backend.label_weights(config.weight_version)
         transfers = Transfers(runtime, chats)
-        grpc_server = create_server(runtime, transfers, admission, config, keys)
-        calls.append(grpc_server.running)
+        shared: dict[str, Any] = {"keys": keys, "cluster": cluster, "describe": describe}
+        grpc_server = create_server(runtime, transfers, admission, config, **shared)
+        http = None
         if config.http:
-            served: dict[str, Any] = {"chats": chats, "transfers": transfers, "upstream": upstream, "keys": keys}
-            app = create_app(runtime, config, not_ready=not_ready, **served)
-            http = _http_server(app, config, runtime.metrics)
-            calls.append(app.running)
+            shared |= {"chats": chats, "transfers": transfers, "upstream": upstream}
+            app = create_app(runtime, config, not_ready=not_ready, **shared)
+            http = create_http_server(app, config, runtime.metrics)
+            stack.push_async_callback(http.close)
+        member = new_member(
+            config,
+            cluster.name if cluster else member_name(config),
+            http_port=http.peer_port if http else None,
+            grpc_port=grpc_server.peer_port,
+            room=runtime.num_free_slabs,
+        )
+        if cluster is not None:
+            await cluster.join(member)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections need not walk through it
         async with asyncio.TaskGroup() as group:
@@ -189,27 +194,22 @@ async def _endpoints(
                 group.create_task(runtime.reap()),
                 group.create_task(_watch(backend, grpc_server, runtime.metrics)),
                 group.create_task(_purge(runtime, config.retain_days)),
+                *([group.create_task(cluster.keep())] if cluster else []),
             ]
             if http:
-                group.create_task(http.server.serve(sockets=[http.socket]))
+                group.create_task(http.serve())
             await grpc_server.start()
             try:
-                yield ServerAddresses(_shown(config.grpc, grpc_server.port), http.address if http else None)
+                shown = _shown(config.http, http.port) if http else None
+                yield ServerAddresses(_shown(config.grpc, grpc_server.port), shown)
             finally:
-                is_draining = True
-                if chats is not None:
-                    chats.setup.admission.drain()
-                await _drain(runtime, grpc_server, calls, config.drain_s)
-                if http:
-                    http.server.should_exit = True
+                await drain(grpc_server, http)
                 for task in tasks:
                     task.cancel()
-        if config.data_dir:
-            await runtime.park_all()
-    finally:
-        if http:
-            http.socket.close()
-        await asyncio.to_thread(backend.stop)
+        if storage.journal.keeps_bodies:
+            await runtime.hand_over()
+        if cluster is not None:
+            await cluster.leave()
 
 
 def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, chat: Chat) -> ChatSetup:
@@ -247,63 +247,50 @@ async def _purge(runtime: Runtime, retain_days: int) -> None:
         await asyncio.sleep(_PURGE_INTERVAL_S)
 
 
-async def _drain(runtime: Runtime, grpc_server: GrpcServer, calls: list[RunningCalls], drain_s: float) -> None:
-    """Take no more calls, let those that run end in time, and tell the others that the server is going away."""
-    for running_calls in calls:
-        running_calls.drain()
-    await grpc_server.set_serving(False)
-    if not await runtime.drain(drain_s):
-        logger.warning("some generations were still running after %g s and are cancelled", drain_s)
-    await asyncio.gather(*(running_calls.end(_END_S) for running_calls in calls))
-    await runtime.drain(_END_S)  # what was cut off is rolled back
-    await grpc_server.stop(_END_S)
+class _Drain:
+    """Ends the work of a server: takes no more calls, lets those that run end in time, tells the others that the server
+    is going away. A member of a cluster forwards what still comes, while it hands its sessions over."""
 
+    def __init__(self, runtime: Runtime, admission: Admission | None, cluster: Cluster | None, drain_s: float) -> None:
+        self._runtime = runtime
+        self._admission = admission
+        self._cluster = cluster
+        self._drain_s = drain_s
+        self.has_begun = False
 
-class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process that serves both endpoints, and closes idle connections."""
+    async def __call__(self, grpc_server: GrpcServer, http: HttpServer | None) -> None:
+        self.has_begun = True
+        doors = [grpc_server.running, *([http.running] if http else [])]
+        await grpc_server.set_serving(False)
+        try:
+            grace_s = await self._finish(doors)
+        finally:
+            for door in doors:
+                door.drain()
+        await asyncio.gather(*(door.end(grace_s) for door in doors))
+        if grace_s:
+            await self._runtime.drain(grace_s)  # what was cut off is rolled back
+        await grpc_server.stop(grace_s)
+        if http:
+            http.stop()
 
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
-        super().__init__(config)
-        self._connections = connections
-
-    async def on_tick(self, counter: int) -> bool:
-        self._connections.close_idle()
-        return await super().on_tick(counter)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@dataclass(frozen=True, slots=True)
-class _HttpServer:
-    server: uvicorn.Server
-    socket: socket.socket
-    address: str
-
-
-def _http_server(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> _HttpServer:
-    host, port = split_address(config.http)
-    try:
-        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as exc:
-        raise ConfigError(f"cannot listen on {config.http}: {exc.strerror}; choose another --http") from exc
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small answers do not wait for an acknowledgement
-    connections = Connections(config.max_connections or default_max_connections(), config.connection_timeout_s, metrics)
-    protocol: Any = partial(HttpProtocol, connections, config.stream_stall_s)
-    settings = uvicorn.Config(
-        app,
-        http=protocol,  # of h11: another parser would refuse other requests, and not in our words
-        timeout_keep_alive=math.ceil(config.connection_timeout_s),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=1,  # draining is over by then
-        ssl_certfile=config.tls_cert or None,
-        ssl_keyfile=config.tls_key or None,
-    )
-    listener = Listener(bound, connections)
-    return _HttpServer(_Uvicorn(settings, connections), listener, _shown(config.http, listener.getsockname()[1]))
+    async def _finish(self, doors: list[RunningCalls]) -> float:
+        """Let what runs end. Returns how long responses may take after that: no time where others have the sessions of
+        this server, of which nothing may be told any more."""
+        if self._cluster is None:
+            for door in doors:
+                door.drain()
+        elif not await self._cluster.begin_draining():
+            return 0.0
+        if self._admission:
+            self._admission.drain()
+        ended, _ = await asyncio.gather(
+            self._runtime.drain(self._drain_s),
+            self._runtime.hand_over(self._drain_s) if self._cluster is not None else asyncio.sleep(0),
+        )
+        if not ended:
+            logger.warning("some generations were still running after %g s and are cancelled", self._drain_s)
+        return _END_S
 
 
 def _shown(address: str, port: int) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from holdfast.errors import Draining
+from holdfast.errors import Draining, NotServing
 
 _END_S = 1.0  # for what is ended to answer
 
@@ -18,8 +18,9 @@ class RunningCalls:
         self._is_ending = False
 
     def check_open(self) -> None:
+        """Raises NotServing where no more calls are taken."""
         if not self._is_open:
-            raise Draining(is_accepted=False)
+            raise NotServing
 
     def drain(self) -> None:
         """Take no more calls."""

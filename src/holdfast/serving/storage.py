@@ -2,7 +2,6 @@
 belong to the model that is served."""
 
 import contextlib
-import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -11,25 +10,24 @@ from pathlib import Path
 
 from holdfast.config import ServeConfig
 from holdfast.errors import ConfigError, StorageUnavailable
+from holdfast.extras import how_to_install
 from holdfast.metrics import Metrics
-from holdfast.sessions.journal.base import Journal, NoJournal, StoredSession
-from holdfast.sessions.journal.files import write_file
-from holdfast.sessions.journal.schema import room_advice, salvage_advice
-from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.journal.base import Journal, NoJournal
+from holdfast.sessions.journal.blobs import open_blobs
+from holdfast.sessions.journal.schema import MODEL, note_model, noted_model, room_advice, salvage_advice
+from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.ports import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 _MB = 1024 * 1024
-_MODEL = "model.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
     journal: Journal
     snapshots: SnapshotStore
-    stored: tuple[StoredSession, ...] = ()
 
 
 @contextlib.contextmanager
@@ -42,47 +40,50 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     memory = config.snapshot_memory_mb * _MB
     if not config.data_dir:
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-            snapshots = SnapshotStore(Path(folder), budget_bytes=0, memory_budget_bytes=memory)
-            yield Storage(NoJournal(), snapshots)
+            tier = open_tier(config.snapshots, Path(folder), budget_bytes=0)
+            journal: Journal = _postgres(config, metrics, model) if config.journal else NoJournal()
+            yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory))
         return
     directory = Path(config.data_dir).expanduser()
-    noted = _noted_model(directory)
+    noted = noted_model(directory)
     if noted and model.tokenizer_hash and noted["tokenizer_hash"] != model.tokenizer_hash:
         raise ConfigError(
             f"the data directory {directory} was used with {noted['name']!r}, which has another tokenizer than "
             f"{model.name!r}; use another --data-dir, or serve that model"
         )
-    journal = SqliteJournal(directory, on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds))
+    journal = SqliteJournal(
+        directory,
+        on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds),
+        on_damage=lambda: metrics.journal_damaged.set(1),
+    )
     metrics.journal_cut_commits.set(journal.num_cut_commits)
     try:
-        stored = tuple(journal.load())
         if noted is None and model.tokenizer_hash:
-            if stored:
-                logger.warning("%s has no %s: its sessions are taken for those of %s", directory, _MODEL, model.name)
-            facts = {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
-            write_file(directory / _MODEL, json.dumps(facts).encode())
-        snapshots = SnapshotStore(
-            directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB, memory_budget_bytes=memory
-        )
+            if journal.last_number:
+                logger.warning("%s has no %s: its sessions are taken for those of %s", directory, MODEL, model.name)
+            note_model(directory, _facts(model))
+        tier = open_tier(config.snapshots, directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB)
     except OSError as exc:
         raise ConfigError(f"cannot use the data directory {directory}: {exc}. {room_advice(directory)}") from exc
     except StorageUnavailable as exc:
         raise ConfigError(f"{exc}. {salvage_advice(directory)}") from exc
-    yield Storage(journal, snapshots, stored)
+    yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory))
 
 
-def _noted_model(directory: Path) -> dict[str, str] | None:
-    """The model that the directory was first used with; None where none is noted."""
+def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journal:
     try:
-        content = (directory / _MODEL).read_bytes()
-        if not content.strip(b"\0"):  # the power failed before it was on disk
-            return None
-        facts = json.loads(content)
-        return {name: str(facts[name]) for name in ("name", "tokenizer_hash")}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(
-            f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc}); delete this file if you are sure "
-            "that the directory was used with the same model"
-        ) from exc
+        from holdfast.sessions.journal.postgres import PostgresJournal
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"--journal needs the package {exc.name}; {how_to_install('postgres')}") from exc
+    return PostgresJournal(
+        config.journal,
+        lease_s=config.lease_s,
+        blobs=open_blobs(config.blobs) if config.blobs else None,
+        model=_facts(model) if model.tokenizer_hash else None,
+        on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds),
+        on_renewed=metrics.member_renew.observe,
+    )
+
+
+def _facts(model: ModelInfo) -> dict[str, str]:
+    return {"name": model.name, "tokenizer_hash": model.tokenizer_hash}

@@ -5,7 +5,7 @@ import contextlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 
-from holdfast.errors import CapacityExhausted, Draining, InvalidArgument, Paused, QueueTimeout, QuotaExceeded
+from holdfast.errors import CapacityExhausted, InvalidArgument, NotServing, Paused, QueueTimeout, QuotaExceeded
 from holdfast.metrics import Metrics
 from holdfast.sessions.quotas import OwnerQuotas
 
@@ -154,7 +154,7 @@ class Admission:
         self._is_open.set()
 
     def drain(self) -> None:
-        """Admit nobody from now on; whoever waits gets Draining."""
+        """Admit nobody from now on; whoever waits gets NotServing."""
         self._is_draining = True
         for task in self._entering:
             task.cancel()
@@ -168,7 +168,7 @@ class Admission:
                 f"n times the number of prompts must be at most {limit} here{by}, got {num}", param="n"
             )
         if self._is_draining:
-            raise Draining(is_accepted=False)
+            raise NotServing
         task = asyncio.current_task()
         assert task is not None
         self._entering.add(task)
@@ -180,7 +180,7 @@ class Admission:
         except asyncio.CancelledError:
             self._metrics.admission.labels("left").inc()
             if self._is_draining and not task.uncancel():  # it was cancelled by `drain` alone
-                raise Draining(is_accepted=False) from None
+                raise NotServing from None
             raise
         finally:
             self._entering.discard(task)

@@ -1,12 +1,13 @@
-"""Slabs for sessions: who gets one, who is parked to make room, and who is evicted where no more may be parked.
+"""Slabs for sessions: who gets one, who is parked to make room, and who is given up where no more may be parked.
 
 A parked session keeps its tokens but no slab. Its snapshot is a shortcut: where that is gone, damaged or of another
 model, the history is computed again.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from holdfast.errors import CapacityExhausted, SnapshotMismatch
@@ -16,6 +17,8 @@ from holdfast.sessions.ports import Backend
 from holdfast.sessions.session import Session, SessionRegistry
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 1.0  # for a request to end, where all sessions are in use
 
 
 class Parking:
@@ -81,6 +84,16 @@ class Parking:
     def has_snapshot(self, snapshot_id: str) -> bool:
         return self._snapshots is not None and snapshot_id in self._snapshots
 
+    async def share(self, session_ids: Sequence[str]) -> None:
+        """Other servers may own these sessions next: their snapshots go where those reach them, if there is a place."""
+        if self._snapshots is not None and self._snapshots.is_shared:
+            await asyncio.to_thread(self._snapshots.share, session_ids)
+
+    async def find(self, session_id: str) -> None:
+        """Look up the snapshots of a forest's conversations that another server has left."""
+        if self._snapshots is not None and self._snapshots.is_shared:
+            await asyncio.to_thread(self._snapshots.find, conversation_snapshot(session_id, ""))
+
     async def spill(self) -> None:
         """Bring to disk what is in memory, for a shutdown."""
         if self._snapshots is not None:
@@ -92,22 +105,30 @@ def conversation_snapshot(session_id: str, turn: int | str) -> str:
     return f"{session_id}t{turn}"
 
 
-Remove = Callable[[Session, str], Awaitable[object]]
+GiveUp = Callable[[Session], Awaitable[object]]
 
 
 class SlabCapacity:
-    """`remove` takes a session out for good, and says why."""
+    """`give_up` takes an idle session out of memory: to rest in the journal (`is_kept_elsewhere`), or for good."""
 
     def __init__(
-        self, registry: SessionRegistry, parking: Parking, remove: Remove, *, max_parked: int, metrics: Metrics
+        self,
+        registry: SessionRegistry,
+        parking: Parking,
+        give_up: GiveUp,
+        *,
+        max_parked: int,
+        is_kept_elsewhere: bool = False,
     ) -> None:
         self._registry = registry
         self._parking = parking
-        self._remove = remove
+        self._give_up = give_up
         self._max_parked = max_parked
-        self._metrics = metrics
+        self._is_kept_elsewhere = is_kept_elsewhere
+        self._num_coming = 0  # sessions that have a place among the parked, but are not there yet
         self._num_closing = 0
         self._has_closed = asyncio.Event()
+        self._has_left = asyncio.Event()
 
     def begin_closing(self) -> None:
         """A session was removed, but the backend still has its slab: its place stays taken until `finish_closing`."""
@@ -119,30 +140,43 @@ class SlabCapacity:
         self._num_closing -= 1
         self._has_closed.set()
 
+    def left(self) -> None:
+        """A request does not need its session any more."""
+        self._has_left.set()
+
     async def opened(self, opening: Callable[[], Coroutine[Any, Any, int]], *, may_evict: bool) -> int:
         """What `opening` gives, once there is room. The place stays claimed: `SessionRegistry.add` fills it."""
-        victim = await self._claimed_place()
+        await self._claim_place(may_evict=may_evict)
         try:
-            await self._make_room(victim, may_evict=may_evict)
             return await opening()
         except BaseException:
             self._registry.release_place()
             raise
 
-    async def make_parked_room(self) -> None:
-        """Room for one more session that has no slab."""
-        if self._registry.num_parked >= max(self._max_parked, self._registry.capacity):
-            longest = self._registry.longest_parked()
-            if longest is None:
-                raise CapacityExhausted("all parked sessions are busy; try again soon or raise --max-parked")
-            self._metrics.session_evicted.labels("capacity").inc()
-            await self._remove(longest, "evicted")
+    @contextlib.asynccontextmanager
+    async def parked_place(self) -> AsyncIterator[None]:
+        """Room for one more session that has no slab; it is to be registered before the context ends."""
+        patience = asyncio.get_running_loop().time() + _PATIENCE_S
+        while self._registry.num_parked + self._num_coming >= max(self._max_parked, self._registry.capacity):
+            if (longest := self._registry.longest_unused(is_parked=True)) is not None:
+                await self._give_up(longest)
+                continue
+            self._has_left.clear()  # requests that are just ending still hold their sessions
+            try:
+                async with asyncio.timeout_at(patience):
+                    await self._has_left.wait()
+            except TimeoutError:
+                raise CapacityExhausted("all parked sessions are busy; try again soon or raise --max-parked") from None
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
 
     async def wake(self, session: Session) -> None:
         """A slab for a parked session that the caller has claimed."""
-        victim = await self._claimed_place()
+        await self._claim_place(may_evict=True)
         try:
-            await self._make_room(victim, may_evict=True)
             session.recomputed_tokens = await self._parking.wake(session)
         finally:
             self._registry.release_place()
@@ -163,12 +197,16 @@ class SlabCapacity:
         finally:
             session.parking = None
 
-    async def park_all(self) -> None:
-        """For a shutdown: all caches that are worth it go where the next process finds them."""
-        for session in self._registry:
-            is_kept = session.is_kept or session.cache_of
-            if session.handle is not None and is_kept and not session.is_busy and not session.failure:
-                await self.park(session)
+    async def share(self, session_ids: Sequence[str]) -> None:
+        """Other servers may own these sessions next."""
+        await self._parking.share(session_ids)
+
+    async def find(self, session_id: str) -> None:
+        """Look up the snapshots of a forest's conversations that another server has left."""
+        await self._parking.find(session_id)
+
+    async def spill(self) -> None:
+        """For a shutdown: all snapshots go where the next process finds them."""
         await self._parking.spill()
 
     def has_snapshot(self, snapshot_id: str) -> bool:
@@ -178,25 +216,29 @@ class SlabCapacity:
         """Nobody will wake it any more."""
         await self._parking.forget(session)
 
-    async def _claimed_place(self) -> Session | None:
-        """As `SessionRegistry.claim_place`, but no session has to make room where another one is about to be gone."""
-        while self._registry.is_full and self._num_closing:
-            self._has_closed.clear()
-            await self._has_closed.wait()
-        return self._registry.claim_place()
-
-    async def _make_room(self, victim: Session | None, *, may_evict: bool) -> None:
-        if victim is None:
-            return
-        if self._registry.num_parked < self._max_parked:
-            await self.park(victim)
-            return
-        if not may_evict:
-            raise CapacityExhausted(
-                "all session slots are in use; close a session, or raise --sessions or --max-parked"
-            )
-        longest = self._registry.longest_parked() if self._max_parked else None
-        self._metrics.session_evicted.labels("capacity").inc()
-        await self._remove(longest or victim, "evicted")
-        if longest is not None:
-            await self.park(victim)
+    async def _claim_place(self, *, may_evict: bool) -> None:
+        """Reserve a slab. Where all are taken an idle session is parked, or given up, but not where another one is
+        about to be gone. After every wait all is looked at anew."""
+        while True:
+            while self._registry.is_full and self._num_closing:
+                self._has_closed.clear()
+                await self._has_closed.wait()
+            if not self._registry.is_full or self._registry.num_parked < self._max_parked:
+                break
+            self._registry.longest_live()  # which raises where all are busy
+            if not (may_evict or self._is_kept_elsewhere):
+                raise CapacityExhausted(
+                    "all session slots are in use; close a session, or raise --sessions or --max-parked"
+                )
+            longest = self._registry.longest_unused(is_parked=True) if self._max_parked else None
+            longest = longest or self._registry.longest_unused(is_parked=False)
+            if longest is None:  # requests hold them all: they are parked, though these are too many
+                break
+            await self._give_up(longest)
+        victim = self._registry.claim_place()
+        if victim is not None:
+            try:
+                await self.park(victim)
+            except BaseException:
+                self._registry.release_place()
+                raise

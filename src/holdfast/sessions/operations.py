@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from holdfast.errors import Draining, HistoryConflict, HoldfastError, InvalidArgument, SessionFailed, SessionNotFound
+from holdfast.errors import (
+    Draining,
+    Fenced,
+    HistoryConflict,
+    HoldfastError,
+    InvalidArgument,
+    JournalFailed,
+    RecordUncertain,
+    SessionElsewhere,
+    SessionFailed,
+)
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import SlabCapacity
@@ -41,7 +51,10 @@ class RewindResult:
 
 
 class Operations:
-    """What operations share, and how many run: a server that drains waits for them. On one event loop."""
+    """What operations share, and how many run: a server that drains waits for them. On one event loop.
+
+    `drop` forgets a session of which the journal may have something else on record than is in memory.
+    """
 
     def __init__(
         self,
@@ -52,9 +65,11 @@ class Operations:
         clock: Callable[[], float] = time.monotonic,
         *,
         quotas: OwnerQuotas,
+        drop: Callable[[Session, HoldfastError], None],
         max_reply_tokens: int = 0,
     ) -> None:
         self.backend = backend
+        self._drop = drop
         self.capacity = capacity
         self.journal = journal
         self.metrics = metrics
@@ -81,15 +96,26 @@ class Operations:
             self._all_idle.set()
 
     async def record(self, session: Session, *entries: Entry) -> None:
-        """Write entries to the journal, if the session is journaled, and count their bytes for its owner."""
+        """Write entries to the journal, if the session is journaled, and count their bytes for its owner.
+
+        A session that is not ours any more, or of which it is not known what is on record, is dropped.
+        """
         if not session.is_kept:
             return
         num_bytes = sum(map(recorded_bytes, entries))
         self.count_bytes(session, num_bytes)
         try:
-            await self.journal.write(*entries)
-        except HoldfastError:  # nothing of it is on record
+            try:
+                await self.journal.write(*entries)
+            except SessionElsewhere as exc:  # which is no advice where to send a request that was begun here
+                raise JournalFailed(
+                    f"member {exc.member} has taken over session {session.id}: nothing of this request was recorded; "
+                    "send it again"
+                ) from exc
+        except HoldfastError as exc:  # nothing of it is on record
             self.count_bytes(session, -num_bytes)
+            if isinstance(exc, RecordUncertain | Fenced) or isinstance(exc.__cause__, SessionElsewhere):
+                self._drop(session, exc)
             raise
 
     def count_bytes(self, session: Session, num_bytes: int) -> None:
@@ -288,6 +314,8 @@ class Claim:
                 if session.kind == "tokens":
                     await self.record(HistoryRewound(session.id, length))
             except HoldfastError:  # everything stays as it was: what was cut off is computed again
+                if session.gate.is_closed:
+                    raise
                 await self._backend.append(handle, session.history.slice(length, self.history_length))
                 raise
             session.history.rewind(length)
@@ -333,8 +361,7 @@ class Claim:
 
     def check_not_closed(self) -> None:
         """Closing beats everything: an operation overtaken by it fails instead of pretending that all went well."""
-        if self.session.gate.is_closed:
-            raise SessionNotFound(self.session.id, detail=self.session.closed_why or "closed")
+        self.session.check_here()
 
     # Inside
 
@@ -414,6 +441,8 @@ class Claim:
         try:
             await self.record(*session.history.entries_since(session.id, start))
         except HoldfastError:
+            if session.gate.is_closed:
+                raise
             assert session.handle is not None
             await self._backend.rewind(session.handle, start, is_limited=False)
             session.history.rewind(start)

@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
-import itertools
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import InvalidArgument, SessionNotFound, WeightsBusy
+from holdfast.errors import HoldfastError, InvalidArgument, SessionNotFound, WeightsBusy
 from holdfast.generation import Done, Event, SamplingParams
 from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import Parking, SlabCapacity, conversation_snapshot
@@ -24,12 +26,16 @@ from holdfast.sessions.journal.base import (
     StoredSession,
 )
 from holdfast.sessions.journal.snapshots import SnapshotStore
+from holdfast.sessions.listing import SessionList
 from holdfast.sessions.operations import Claim, Operations, RewindResult
 from holdfast.sessions.ports import Backend, ModelInfo, WeightsLoaded
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.record import TurnRecord
-from holdfast.sessions.session import Session, SessionRegistry, new_session_id, opened, restored
-from holdfast.sessions.view import PARKED, SessionView, view_of, watch_sessions
+from holdfast.sessions.residence import OnLoaded, Residence
+from holdfast.sessions.session import NAME, Session, SessionRegistry, new_session_id, opened, restored
+from holdfast.sessions.view import MAX_PAGE, PARKED, Page, SessionState, SessionView, page_of, view_of, watch_sessions
+
+logger = logging.getLogger(__name__)
 
 _PIECE_TOKENS = 4096
 
@@ -37,8 +43,9 @@ _PIECE_TOKENS = 4096
 class Runtime:
     """Sessions on a backend. Every method raises at once where the session is unknown, closed or busy.
 
-    `on_removed` is called with the id of each session that is gone for good, so that whoever keeps more about it can
-    drop that too.
+    With a journal a session may rest there: `using` has it in memory, and everything else wants it there.
+    `on_loaded` is called in a thread with each session that was read, and what it returns once that is in memory;
+    `on_removed` with the id of each that is in memory no more: so whoever keeps more about it can load and drop that.
     """
 
     def __init__(
@@ -53,26 +60,31 @@ class Runtime:
         quotas: OwnerQuotas | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_loaded: OnLoaded = lambda stored: lambda: None,
         on_removed: Callable[[str], None] = lambda session_id: None,
     ) -> None:
         self._backend = backend
-        self._registry = SessionRegistry(backend.capacity)
+        self.journal: Journal = journal or NoJournal()
+        self._keeps = self.journal.keeps_bodies
+        self._registry = SessionRegistry(backend.capacity, is_kept_elsewhere=self._keeps)
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self._on_removed = on_removed
         self.max_reply_tokens = max_reply_tokens  # 0: no limit
-        self.journal: Journal = journal or NoJournal()
         self._is_loading_weights = False
         self._quotas = quotas or OwnerQuotas()
         if self._quotas.counts_bytes:
             self._quotas.num_bytes.update(self.journal.num_bytes_by_owner())
-        self._numbers = itertools.count(self.journal.last_number + 1)
-        for gone in self.journal.closed():
-            self._registry.remember(gone.session_id, gone.owner, gone.why)
         self.metrics = metrics or Metrics()
-        parking = Parking(backend, snapshots, self.metrics)
-        self._capacity = SlabCapacity(
-            self._registry, parking, self._remove, max_parked=max_parked, metrics=self.metrics
+        self._residence = Residence(
+            self._registry, self.journal, backend, self.metrics, clock, on_loaded=on_loaded, on_left=on_removed
+        )
+        self._capacity = self._residence.capacity = SlabCapacity(
+            self._registry,
+            Parking(backend, snapshots, self.metrics),
+            self._give_up,
+            max_parked=max_parked,
+            is_kept_elsewhere=self._keeps,
         )
         self._operations = Operations(
             backend,
@@ -81,6 +93,7 @@ class Runtime:
             self.metrics,
             clock,
             quotas=self._quotas,
+            drop=self._drop,
             max_reply_tokens=max_reply_tokens,
         )
         watch_sessions(self.metrics, lambda: [self._view(session) for session in self._registry])
@@ -103,12 +116,13 @@ class Runtime:
         pin_tokens: int | None = None,
         metadata: Mapping[str, str] | None = None,
         kind: SessionKind = "tokens",
+        name: str = "",
         group: str = "",
         is_kept: bool = True,
     ) -> SessionView:
-        """A new session. To make room, the least recently used idle session is parked, or evicted where no more may be
-        parked. A session that is not `is_kept` evicts nobody and is not journaled. A forest has no slab of its own:
-        its conversations have (`open_cache`)."""
+        """A new session. To make room, the least recently used idle session is parked; where no more may be parked one
+        is put to rest, or evicted without a journal. A session that is not `is_kept` evicts nobody and is not
+        journaled. A forest has no slab of its own: its conversations have (`open_cache`)."""
         self._operations.check_open()
         for token in eos_token_ids:
             if not 0 <= token < self.model.vocab_size:
@@ -122,23 +136,34 @@ class Runtime:
             eos_token_ids=frozenset(eos_token_ids) or self.model.eos_token_ids,
             metadata=dict(metadata or {}),
             kind=kind,
+            name=name,
             group=group,
             pin_tokens=pin_tokens,
             is_kept=is_kept,
         )
-        try:
-            await self._operations.record(session, opened(session))
+        async with self._making(session):
+            await self._record_new(session, opened(session))
             if tokens:
                 await self.append(session.id, owner, tokens)
-        except BaseException:
-            await self._discard(session)
-            raise
-        return self._view(session)
+            return self._view(session)
 
-    def restore(self, stored: StoredSession) -> None:
-        """A session from the journal, parked until someone uses it."""
-        self._quotas.add_session(stored.opened.owner)
-        self._registry.add_parked(restored(stored, self._clock))
+    async def free_name(self, owner: str, metadata: Mapping[str, str]) -> str:
+        """The name that the metadata of a new session gives it, unless another one has that."""
+        name = metadata.get(NAME, "")
+        return "" if name and await self.journal.find_named(owner, name) else name
+
+    def using(self, session_id: str, owner: str) -> AbstractAsyncContextManager[None]:
+        """The owner's session is in memory for as long as the context lasts: for a whole request. Raises
+        SessionNotFound, or SessionElsewhere where another member of the cluster owns it."""
+        return self._residence.using(session_id, owner)
+
+    async def record(self, session_id: str, owner: str, *entries: Entry) -> None:
+        """Write facts about a session to the journal, if it is journaled."""
+        await self._operations.record(self._registry.get(session_id, owner), *entries)
+
+    def drop(self, session_id: str, owner: str, error: HoldfastError) -> None:
+        """Forget a session without closing it; whoever uses it gets the error."""
+        self._drop(self._registry.get(session_id, owner), error)
 
     def claim(
         self,
@@ -195,32 +220,27 @@ class Runtime:
         self, session_id: str, owner: str, *, at_position: int | None = None, label: str = ""
     ) -> tuple[SessionView, int]:
         """A token session with the same past, and how many tokens had to be computed again for it."""
-        async with self.claim(session_id, owner) as claim:
-            length = claim.history_length if at_position is None else at_position
-            if not 0 <= length <= claim.history_length:
-                raise InvalidArgument(f"at_position must be 0 to {claim.history_length}, got {length}")
-            fork = await self._forked(claim, label, "tokens")
         recomputed = 0
-        try:
+        async with contextlib.AsyncExitStack() as making:
+            async with self.claim(session_id, owner) as claim:
+                length = claim.history_length if at_position is None else at_position
+                if not 0 <= length <= claim.history_length:
+                    raise InvalidArgument(f"at_position must be 0 to {claim.history_length}, got {length}")
+                fork = await self._forked(claim, label, "tokens")
+                await making.enter_async_context(self._making(fork))
             spans = fork.history.entries_since(fork.id, 0)
-            await self._operations.record(fork, opened(fork, ForkedFrom(session_id)), *spans)
+            await self._record_new(fork, opened(fork, ForkedFrom(session_id)), *spans)
             if length < len(fork.history):
                 recomputed = (await self.rewind(fork.id, owner, length)).recomputed_tokens
-        except BaseException:
-            await self._discard(fork)
-            raise
-        return self._view(fork), recomputed
+            return self._view(fork), recomputed
 
     async def fork_chat(self, claim: Claim, turns: Sequence[int], *, label: str = "") -> SessionView:
         """A chat session with the same past. `turns`: the numbers of the turns that its past is made of."""
         fork = await self._forked(claim, label, claim.session.kind)
-        try:
-            await self._operations.record(fork, opened(fork, ForkedFrom(claim.session.id, tuple(turns))))
+        async with self._making(fork):
+            await self._record_new(fork, opened(fork, ForkedFrom(claim.session.id, tuple(turns))))
             self._operations.count_bytes(fork, fork.history.num_bytes)  # the bodies of its turns are shared
-        except BaseException:
-            await self._discard(fork)
-            raise
-        return self._view(fork)
+            return self._view(fork)
 
     async def open_cache(self, claim: Claim, source: Claim | None = None, turns: Sequence[TurnRecord] = ()) -> str:
         """The id of a new session that caches a conversation of the claimed forest: a copy of the session that `source`
@@ -274,6 +294,16 @@ class Runtime:
     def has_free_slab(self) -> bool:
         return not self._registry.is_full
 
+    @property
+    def num_free_slabs(self) -> int:
+        """Sessions that can be opened without parking another."""
+        return self._registry.num_free
+
+    @property
+    def num_sessions(self) -> int:
+        """In memory, those of hidden caches included."""
+        return len(self._registry)
+
     def check_open(self) -> None:
         """Raises Draining where nothing new may begin."""
         self._operations.check_open()
@@ -287,26 +317,18 @@ class Runtime:
         """
         self._operations.check_open()
         session = await asyncio.to_thread(restored, stored, self._clock)  # long ones take a while
-        async with Claim(session, self._operations) as claim:
-            with self._session_claimed(session.owner):
-                if session.kind == "forest":
-                    await self._capacity.make_parked_room()
+        await self._count(session)
+        async with self._making(session), Claim(session, self._operations) as claim:
+            if session.kind == "forest":
+                async with self._capacity.parked_place():
                     self._registry.add_parked(session)
-                else:
-                    await self._capacity.admit(session, snapshot)
-            try:
-                await claim.record(*entries)
-                claim.check_not_closed()
-                on_recorded()
-            except BaseException:
-                await self._discard(session)
-                raise
+            else:
+                await self._capacity.admit(session, snapshot)
+            await self._record_new(session, *entries)
+            claim.check_not_closed()
+            on_recorded()
         self.metrics.session_total.labels("imported").inc()
         return self._view(session), session.recomputed_tokens
-
-    def next_number(self) -> int:
-        """Of a session that is about to be made."""
-        return next(self._numbers)
 
     def info(self, session_id: str, owner: str) -> SessionView:
         """The state of the session. Never waits, even while it is busy."""
@@ -316,10 +338,26 @@ class Runtime:
         """The owner's session, to be looked at. Raises SessionNotFound."""
         return self._registry.get(session_id, owner)
 
-    def list_sessions(self, owner: str, *, after: int = 0) -> list[SessionView]:
-        """The owner's sessions, oldest first, from the one after number `after` on."""
-        mine = (s for s in self._registry if s.owner == owner and s.number > after and not s.cache_of)
-        return [self._view(session) for session in mine]
+    async def list_sessions(
+        self,
+        owner: str,
+        *,
+        after: int = 0,
+        label: str | None = None,
+        state: SessionState | None = None,
+        size: int = MAX_PAGE,
+    ) -> Page:
+        """The owner's sessions that fit, oldest first, from the one after number `after` on."""
+        if self._keeps and state is not SessionState.LIVE:
+            listing = SessionList(self.journal, self._in_memory, self.model.recent)
+            return await listing.page(owner, after=after, label=label, state=state, size=size)
+        mine = [s for s in self._registry if s.owner == owner and s.number > after and not s.cache_of]
+        views = [self._view(session) for session in sorted(mine, key=lambda session: session.number)]
+        return page_of(views, label=label, state=state, size=size)
+
+    def _in_memory(self, session_id: str, owner: str) -> SessionView | None:
+        session = self._registry.find(session_id, owner)
+        return None if session is None else self._view(session)
 
     def history(self, session_id: str, owner: str, start: int = 0, end: int | None = None) -> list[SpanPiece]:
         """A copy of the history, span by span, the part that left the window included."""
@@ -361,8 +399,12 @@ class Runtime:
         """Close sessions that have been idle for too long, for ever. A task of the server's."""
         while self._idle_ttl_s:
             await asyncio.sleep(min(self._idle_ttl_s / 4, 30))
-            while idle := self._registry.idle_longer_than(self._idle_ttl_s):  # looked at anew after every wait
-                await self._remove(idle[0], "expired")
+            try:
+                while idle := self._registry.idle_longer_than(self._idle_ttl_s):  # looked at anew after every wait
+                    await self._remove(idle[0], "expired")
+                await self._residence.expire(self._idle_ttl_s)
+            except HoldfastError as exc:  # the journal fails; it is tried again
+                logger.warning("idle sessions could not be closed: %s", exc)
 
     async def drain(self, timeout_s: float) -> bool:
         """Admit nothing new, wait for what runs. False where something still ran at the end."""
@@ -376,9 +418,10 @@ class Runtime:
             on_record.update(self._quotas.num_bytes - before)  # what came meanwhile
             self._quotas.num_bytes = on_record
 
-    async def park_all(self) -> None:
-        """For a shutdown: all caches that are worth it go where the next process finds them."""
-        await self._capacity.park_all()
+    async def hand_over(self, timeout_s: float = 0.0) -> None:
+        """Put every session to rest, with a snapshot, as soon as it is free, so that another process or member can go
+        on with it. Sessions that are still busy after `timeout_s` are dropped. Nothing is loaded from now on."""
+        await self._residence.hand_over(timeout_s)
 
     # Inside
 
@@ -392,31 +435,62 @@ class Runtime:
         """Make room, open the session in the backend, register it. If that fails, no slot is lost. Without `opening`
         it is parked."""
         is_kept = fields["is_kept"]
-        with self._session_claimed(fields["owner"], is_kept=is_kept):
+        number = await self.journal.next_number() if is_kept or not self._keeps else 0
+        session = Session(id=new_session_id(), number=number, handle=None, clock=self._clock, **fields)
+        await self._count(session)
+        try:
             if opening is None:
-                await self._capacity.make_parked_room()
-                handle = None
+                async with self._capacity.parked_place():
+                    self._registry.add_parked(session)
             else:
-                handle = await self._capacity.opened(opening, may_evict=is_kept or "cache_of" in fields)
-        session = Session(id=new_session_id(), number=self.next_number(), handle=handle, clock=self._clock, **fields)
-        if handle is None:
-            self._registry.add_parked(session)
-        else:
-            self._registry.add(session)
+                session.handle = await self._capacity.opened(opening, may_evict=is_kept or bool(session.cache_of))
+                self._registry.add(session)
+        except BaseException:
+            self._uncount(session)
+            raise
         self.metrics.session_total.labels("created").inc()
         return session
 
-    @contextlib.contextmanager
-    def _session_claimed(self, owner: str, *, is_kept: bool = True) -> Iterator[None]:
-        """One more session of the owner, if it may have one, unless what follows fails."""
-        if is_kept:
-            self._quotas.claim_session(owner)
-        try:
-            yield
-        except BaseException:
-            if is_kept:
-                self._quotas.release_session(owner)
-            raise
+    @contextlib.asynccontextmanager
+    async def _making(self, session: Session) -> AsyncIterator[None]:
+        """A new session stays in memory until it is made. Where that fails it is taken back, unless someone was
+        faster: its creator never learns of it."""
+        with self._residence.held(session):
+            try:
+                yield
+            except BaseException:
+                self._uncount(session)
+                await self._discard(session)
+                raise
+
+    async def _record_new(self, session: Session, *entries: Entry) -> None:
+        await self._operations.record(session, *entries)
+        if self._keeps:
+            self._uncount(session)  # the journal counts it from now on
+
+    async def _count(self, session: Session) -> None:
+        """One more session of the owner, if it may have one."""
+        if session.is_kept:
+            owner = session.owner
+            await self._quotas.claim_session(owner, partial(self.journal.count_open, owner) if self._keeps else None)
+            session.is_counted = True
+
+    def _uncount(self, session: Session) -> None:
+        if session.is_counted:
+            session.is_counted = False
+            self._quotas.release_session(session.owner)
+
+    async def _give_up(self, session: Session) -> None:
+        """An idle session leaves the memory: it can be read again, or without a journal is gone."""
+        if self._keeps:
+            await self._residence.rest([session])
+        else:
+            self.metrics.session_evicted.labels("capacity").inc()
+            await self._remove(session, "evicted")
+
+    def _drop(self, session: Session, error: HoldfastError) -> None:
+        self._residence.drop(session, error)
+        self._uncount(session)
 
     async def _forked(self, claim: Claim, label: str, kind: SessionKind) -> Session:
         source = claim.session
@@ -445,9 +519,8 @@ class Runtime:
         has_slab = session.handle is not None
         if has_slab:
             self._capacity.begin_closing()
-        if session.is_kept:
-            self._quotas.release_session(session.owner)
-        if not self.journal.keeps_bodies:
+        self._uncount(session)
+        if not self._keeps:
             self._operations.count_bytes(session, -session.num_bytes)
         self._on_removed(session.id)
         self.metrics.session_total.labels(why).inc()
@@ -460,21 +533,26 @@ class Runtime:
                 if has_slab:
                     self._capacity.finish_closing()
             await self._capacity.forget(session)
-            await self._operations.record(session, SessionClosed(session.id, why, time.time()))
+            try:
+                await self._operations.record(session, SessionClosed(session.id, why, time.time()))
+            except HoldfastError:
+                self._registry.forget(session.id)  # the journal knows whether it is closed
+                raise
             if session.kind == "forest":
                 for cache in self._registry.caches_of(session.id):
                     await self._discard(cache)
 
-        await asyncio.shield(asyncio.ensure_future(finish()))
+        finishing = asyncio.ensure_future(finish())
+        self._residence.closing(session.id, finishing)
+        await asyncio.shield(finishing)
         return len(session.history)
 
     async def _discard(self, session: Session) -> None:
         """Take back a session that its creator never learnt of, unless someone was faster."""
-        if not session.gate.is_closed:
+        if not session.gate.is_closed and session in self._registry:
             await self._remove(session, "closed")
 
     def _view(self, session: Session) -> SessionView:
-        if session.gate.is_closed:
-            self._registry.get(session.id, session.owner)  # which says why it is gone
+        session.check_here()
         backend = PARKED if session.handle is None else self._backend.view(session.handle)
         return view_of(session, backend, self.model.recent)

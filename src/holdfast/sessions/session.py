@@ -7,10 +7,20 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.errors import CapacityExhausted, SessionBusy, SessionFailed, SessionNotFound
+from holdfast.errors import CapacityExhausted, HoldfastError, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.sessions.history import History, SpanKind
-from holdfast.sessions.journal.base import ForkedFrom, SessionKind, SessionOpened, Step, StoredSession
+from holdfast.sessions.journal.base import (
+    ForkedFrom,
+    HistoryRewound,
+    SessionKind,
+    SessionOpened,
+    SessionSummary,
+    Step,
+    StoredSession,
+)
 from holdfast.sessions.record import TurnRecord
+
+NAME = "holdfast-session"  # the key of a session's metadata under which its name is kept
 
 _REMEMBERED = 10_000  # ids of gone sessions; beyond that the oldest become merely unknown
 
@@ -58,7 +68,7 @@ class Session:
     """Mutable; touched only on the event loop that serves it, by whoever has claimed it."""
 
     id: str
-    number: int  # in order of creation
+    number: int  # in order of creation; 0 of one that no list shows
     owner: str
     handle: int | None  # None: parked
     sink: int
@@ -67,6 +77,7 @@ class Session:
     kind: SessionKind = "tokens"
     is_kept: bool = True  # False: it is not journaled; it ends with its request, or is a cache of `cache_of`
     cache_of: str = ""  # the chat session with many conversations of which this one holds one
+    name: str = ""  # under which its owner finds it
     label: str = ""
     group: str = ""
     pin_tokens: int | None = None  # what its creator asked for
@@ -79,6 +90,10 @@ class Session:
     num_rewinds: int = 0
     failure: str | None = None
     closed_why: str = ""  # closed, expired or evicted
+    dropped: HoldfastError | None = None  # why it is not in memory any more, though it was not closed
+    is_counted: bool = False  # among the sessions that its owner has, as long as the journal does not count it
+    num_users: int = 0  # requests that need it in memory
+    is_leaving: bool = False  # the memory: nobody may begin to use it
     parking: "asyncio.Task[None] | None" = None  # its slab is being freed
     recomputed_tokens: int = 0  # when it was woken last
     created_at: float = field(default_factory=time.time)
@@ -91,6 +106,8 @@ class Session:
 
     def enter(self, turn_id: str = "") -> None:
         """Claim the session. Raises at once where it is closed, busy or failed."""
+        if self.is_leaving:
+            raise SessionNotFound(self.id, detail="evicted")
         self.gate.enter(turn_id)
         if self.failure:
             self.gate.leave()
@@ -107,10 +124,31 @@ class Session:
             self.failure = f"INV-1: the session has {len(self.history)} tokens, its backend {backend_length}"
             raise SessionFailed(f"session {self.id} has failed: {self.failure}")
 
+    def check_here(self) -> None:
+        """Raises where the session was closed, or dropped, meanwhile."""
+        if self.dropped is not None:
+            raise type(self.dropped)(str(self.dropped))
+        if self.gate.is_closed:
+            raise SessionNotFound(self.id, detail=self.closed_why or "closed")
+
     @property
     def is_busy(self) -> bool:
         """Whether someone has claimed it: it must not be parked, evicted or expired."""
         return self.gate.is_busy
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing at all goes on: it may leave the memory."""
+        return not (self.is_busy or self.num_users or self.is_leaving or self.parking)
+
+    @property
+    def summary(self) -> SessionSummary:
+        return SessionSummary(
+            history_length=len(self.history),
+            given=self.count(SpanKind.GIVEN),
+            sampled=self.count(SpanKind.SAMPLED),
+            num_rewinds=self.num_rewinds,
+        )
 
     @property
     def idle_s(self) -> float:
@@ -132,6 +170,7 @@ def opened(session: Session, forked_from: ForkedFrom | None = None) -> SessionOp
         owner=session.owner,
         created_at=session.created_at,
         kind=session.kind,
+        name=session.name,
         label=session.label,
         group=session.group,
         metadata=session.metadata,
@@ -154,11 +193,13 @@ def restored(stored: StoredSession, clock: Callable[[], float]) -> Session:
         eos_token_ids=frozenset(facts.eos_token_ids),
         clock=clock,
         kind=facts.kind,
+        name=facts.name,
         label=facts.label,
         group=facts.group,
         metadata=dict(facts.metadata),
         pin_tokens=facts.pin_tokens,
         failure=stored.failure,
+        num_rewinds=sum(isinstance(step, HistoryRewound) for step in stored.steps),
         created_at=facts.created_at,
     )
     steps: Sequence[Step] = stored.steps
@@ -187,10 +228,14 @@ def new_session_id() -> str:
 
 
 class SessionRegistry:
-    """Sessions by id. Room is claimed before a session is opened, so that two creators never share a place."""
+    """Sessions by id. Room is claimed before a session is opened, so that two creators never share a place.
 
-    def __init__(self, capacity: int) -> None:
+    `is_kept_elsewhere`: a journal has what is removed from here; only what it has may be given up for others.
+    """
+
+    def __init__(self, capacity: int, *, is_kept_elsewhere: bool = False) -> None:
         self.capacity = capacity
+        self._is_kept_elsewhere = is_kept_elsewhere
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._claimed = 0
         self._gone: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> (owner, why)
@@ -211,29 +256,43 @@ class SessionRegistry:
 
     @property
     def is_full(self) -> bool:
-        return self.num_live + self._claimed >= self.capacity
+        return self.num_free == 0
+
+    @property
+    def num_free(self) -> int:
+        return max(0, self.capacity - self.num_live - self._claimed)
 
     def claim_place(self) -> Session | None:
         """Reserve a place; where all are taken, the idle session that has to make room for it."""
-        victim = None
-        if self.is_full:
-            idle = [s for s in self._sessions.values() if s.handle is not None and not s.is_busy and not s.parking]
-            if not idle:
-                raise CapacityExhausted(f"all {self.capacity} sessions are busy; try again soon or raise --sessions")
-            victim = min(idle, key=lambda session: session.last_used)
+        victim = self.longest_live() if self.is_full else None
         self._claimed += 1
         return victim
 
-    def longest_parked(self) -> Session | None:
-        """The idle parked session that was used least recently, of the owner that has most of them: nobody loses
-        sessions because another owner makes many. Mere caches go first."""
-        idle = [session for session in self._sessions.values() if session.handle is None and not session.is_busy]
+    def longest_live(self) -> Session:
+        """The session that was used least recently of those that have a slab and can be parked."""
+        live = [s for s in self._sessions.values() if s.handle is not None]
+        idle = [s for s in live if not (s.is_busy or s.parking or s.is_leaving)]
+        if not idle:
+            raise CapacityExhausted(f"all {self.capacity} sessions are busy; try again soon or raise --sessions")
+        return min(idle, key=lambda session: session.last_used)
+
+    def longest_unused(self, *, is_parked: bool) -> Session | None:
+        """The session that can be given up and was used least recently, of those that are parked, or live. Of parked
+        ones, that of the owner that has most of them: nobody loses sessions because another owner makes many. Mere
+        caches go first."""
+        idle = [s for s in self._sessions.values() if (s.handle is None) is is_parked and self.may_go(s)]
         num_idle = Counter(session.owner for session in idle)
 
         def order(session: Session) -> tuple[bool, int, float]:
-            return not session.cache_of, -num_idle[session.owner], session.last_used
+            rank = (not session.cache_of, -num_idle[session.owner]) if is_parked else (True, 0)
+            return *rank, session.last_used
 
         return min(idle, key=order, default=None)
+
+    def may_go(self, session: Session) -> bool:
+        """Whether it may be given up: nobody uses it, and where there is a journal, that has it."""
+        is_on_record = (session.is_kept or bool(session.cache_of)) and not session.failure
+        return session.is_idle and (is_on_record or not self._is_kept_elsewhere)
 
     def hold_place(self) -> None:
         """Keep the place of a session that was removed, until its slab is free."""
@@ -253,16 +312,30 @@ class SessionRegistry:
 
     def remove(self, session: Session, why: str) -> None:
         """Remove a session and remember why. From now on it cannot be claimed."""
-        session.gate.close()
+        self.discard(session)
         session.closed_why = why
-        del self._sessions[session.id]
         self.remember(session.id, session.owner, why)
+
+    def discard(self, session: Session) -> None:
+        """Remove a session that goes on elsewhere. Here it cannot be claimed from now on."""
+        session.gate.close()
+        del self._sessions[session.id]
 
     def remember(self, session_id: str, owner: str, why: str) -> None:
         """What became of a session that is gone."""
         self._gone[session_id] = (owner, why)
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
+
+    def forget(self, session_id: str) -> None:
+        """It is not known any more what became of the session."""
+        self._gone.pop(session_id, None)
+
+    def find(self, session_id: str, owner: str) -> Session | None:
+        """The owner's session; None where nothing is known of it. Raises SessionNotFound where it is gone."""
+        if session_id in self._sessions or self._gone.get(session_id, ("",))[0] == owner:
+            return self.get(session_id, owner)
+        return None
 
     def get(self, session_id: str, owner: str) -> Session:
         """The owner's session. To anyone else it does not exist and never did."""
@@ -276,4 +349,4 @@ class SessionRegistry:
         return [session for session in self._sessions.values() if session.cache_of == session_id]
 
     def idle_longer_than(self, seconds: float) -> list[Session]:
-        return [s for s in self._sessions.values() if not s.is_busy and s.idle_s > seconds]
+        return [s for s in self._sessions.values() if s.is_idle and s.idle_s > seconds]

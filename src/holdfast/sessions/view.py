@@ -10,7 +10,7 @@ from prometheus_client import Gauge
 from holdfast.errors import InvalidArgument
 from holdfast.metrics import Metrics
 from holdfast.sessions.history import SpanKind
-from holdfast.sessions.journal.base import SessionKind
+from holdfast.sessions.journal.base import SessionKind, SessionOpened, SessionSummary
 from holdfast.sessions.ports import BackendView
 from holdfast.sessions.session import Session
 
@@ -90,6 +90,35 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
     )
 
 
+def resting_view(opened: SessionOpened, summary: SessionSummary, recent: int, idle_s: float) -> SessionView:
+    """A session that is not in memory, which is as good as parked."""
+    return SessionView(
+        session_id=opened.session_id,
+        number=opened.number,
+        label=opened.label,
+        created_at=opened.created_at,
+        kind=opened.kind,
+        group=opened.group,
+        metadata=opened.metadata,
+        state=SessionState.PARKED,
+        is_busy=False,
+        history_length=summary.history_length,
+        dropped_token_count=max(0, summary.history_length - opened.sink - recent),
+        sink=opened.sink,
+        recent=recent,
+        kv_live_bytes=PARKED.kv_live_bytes,
+        kv_reserved_bytes=PARKED.kv_reserved_bytes,
+        inv1_violations=0,
+        inv2_violations=0,
+        idle_s=idle_s,
+        given=summary.given,
+        sampled=summary.sampled,
+        failure="",
+        rewind_count=summary.num_rewinds,
+        recomputed_tokens=0,
+    )
+
+
 class Page(NamedTuple):
     """`next_token` is empty where there are no more."""
 
@@ -97,18 +126,20 @@ class Page(NamedTuple):
     next_token: str
 
 
-def page_of(
-    views: Iterable[SessionView], *, label: str | None = None, state: SessionState | None = None, size: int | None
-) -> Page:
-    """The first `size` of the views that fit, which come by number; with None all of them."""
-    if size is not None and not 1 <= size <= MAX_PAGE:
-        raise InvalidArgument(f"page_size must be 1 to {MAX_PAGE}, got {size}", param="page_size")
+def page_of(views: Iterable[SessionView], *, label: str | None, state: SessionState | None, size: int) -> Page:
+    """The first `size` of the views that fit, which come by number."""
     fitting = [
         view for view in views if (label is None or view.label == label) and (state is None or view.state is state)
     ]
-    if size is None or len(fitting) <= size:
+    if len(fitting) <= size:
         return Page(fitting, "")
     return Page(fitting[:size], str(fitting[size - 1].number))
+
+
+def checked_page_size(size: int) -> int:
+    if not 1 <= size <= MAX_PAGE:
+        raise InvalidArgument(f"page_size must be 1 to {MAX_PAGE}, got {size}", param="page_size")
+    return size
 
 
 def page_start(token: str) -> int:

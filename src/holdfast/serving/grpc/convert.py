@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
+from holdfast.serving.cluster.membership import ClusterView
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.history import SpanKind, SpanPiece
 from holdfast.sessions.limits import check_biases, check_ids
@@ -131,6 +132,27 @@ def model_info(model: ModelInfo) -> pb.GetModelInfoResponse:
         recent=model.recent,
         max_pin_tokens=model.max_pin,
         context_length=model.context,
+    )
+
+
+def cluster(view: ClusterView) -> pb.GetClusterResponse:
+    return pb.GetClusterResponse(
+        this_member=view.this,
+        is_cluster=view.is_cluster,
+        members=[
+            pb.ClusterMember(
+                name=member.name,
+                state=member.state,
+                lease_left_seconds=member.lease_left_s if view.is_cluster else None,
+                epoch=member.epoch,
+                sessions=member.num_sessions,
+                room=member.room,
+                version=member.version,
+                http=member.http,
+                grpc=member.grpc,
+            )
+            for member in view.members
+        ],
     )
 
 

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,8 +15,18 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from holdfast.backends.transport import carried, carried_headers
-from holdfast.errors import Draining, HoldfastError, InvalidArgument, PayloadTooLarge, StreamStalled
+from holdfast.errors import (
+    Draining,
+    Fenced,
+    HoldfastError,
+    InvalidArgument,
+    PayloadTooLarge,
+    SessionNotFound,
+    StreamStalled,
+)
 from holdfast.metrics import Metrics
+from holdfast.serving.cluster.grpc_forward import GrpcForwarder, OwnerAnswered
+from holdfast.serving.cluster.membership import MEMBER, Cluster, Using
 from holdfast.serving.keys import LOCAL_OWNER, Keys
 from holdfast.serving.running_calls import RunningCalls
 
@@ -29,13 +40,27 @@ Handler = Any  # grpc's RpcMethodHandler: which of its four behaviours is set te
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Guards the methods of one service; others (health, reflection) pass untouched."""
 
-    def __init__(self, service: str, keys: Keys, metrics: Metrics, *, stall_s: float = 0.0) -> None:
-        """`stall_s`: how long a stream waits for its client to read a message; 0: no limit."""
+    def __init__(
+        self,
+        service: str,
+        keys: Keys,
+        metrics: Metrics,
+        using: Using,
+        *,
+        stall_s: float = 0.0,
+        cluster: Cluster | None = None,
+        forwarder: GrpcForwarder | None = None,
+    ) -> None:
+        """`using` has the session of a call in memory. `stall_s`: how long a stream waits for its client to read a
+        message; 0: no limit."""
         self._prefix = f"/{service}/"
+        self._using = using
         self.running = RunningCalls()
         self._stall_s = stall_s
         self._keys = keys
         self._metrics = metrics
+        self._cluster = cluster
+        self._forwarder = forwarder
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Handler]], details: Any) -> Handler:
         handler = await continuation(details)
@@ -43,7 +68,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         method = details.method.removeprefix(self._prefix)
         decode = _decoder(handler.request_deserializer, _MAX_MB.get(method, 1))
-        encode = handler.response_serializer
+        encode = _encoder(handler.response_serializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary, decode), None, encode)
         if handler.unary_stream:
@@ -53,17 +78,43 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.stream_unary_rpc_method_handler(self._uploads(method, handler.stream_unary, decode), None, encode)
 
     def _unary(self, method: str, behaviour: Any, decode: Any) -> Any:
+        async def answer(data: bytes, context: Any) -> AsyncGenerator[Any, None]:
+            request = decode(data)
+            async with self._on_session(method, request):
+                yield await behaviour(request, context)
+
         async def call(data: bytes, context: Any) -> Any:
             async with self._watched(method, context):
-                return await behaviour(decode(data), context)
+                return [message async for message in self._answers(method, data, context, answer)][-1]
 
         return call
 
+    @contextlib.asynccontextmanager
+    async def _on_session(self, method: str, request: Any) -> AsyncIterator[None]:
+        """While the call lasts, the session that its request names is in memory."""
+        async with contextlib.AsyncExitStack() as held:
+            if self._cluster is not None and method == "CreateSession":
+                await self._cluster.check_room()
+            if "session_id" in request.DESCRIPTOR.fields_by_name:
+                may_be_closed = method == "ExportSession"
+                with contextlib.suppress(SessionNotFound) if may_be_closed else contextlib.nullcontext():
+                    await held.enter_async_context(self._using(request.session_id, current_owner.get()))
+            yield
+
     def _stream(self, method: str, behaviour: Any, decode: Any) -> Any:
+        async def answer(data: bytes, context: Any) -> AsyncGenerator[Any, None]:
+            request = decode(data)
+            async with (
+                self._on_session(method, request),
+                contextlib.aclosing(behaviour(request, context)) as messages,
+            ):
+                async for message in messages:
+                    yield message
+
         async def call(data: bytes, context: Any) -> None:
             async with (
                 self._watched(method, context),
-                contextlib.aclosing(behaviour(decode(data), context)) as messages,
+                contextlib.aclosing(self._answers(method, data, context, answer)) as messages,
             ):
                 async for message in messages:
                     self.running.begin_sending()
@@ -71,6 +122,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     self.running.finish_sending()
 
         return call
+
+    def _answers(self, method: str, data: bytes, context: Any, answer: Any) -> AsyncGenerator[Any, None]:
+        """What `answer` yields, or the member that owns the session."""
+        if self._forwarder is None:
+            return answer(data, context)  # type: ignore[no-any-return]
+        local = partial(answer, data, context)
+        return self._forwarder.answers(self._prefix + method, data, context, current_owner.get(), local)
 
     async def _write(self, context: Any, message: Any) -> None:
         try:
@@ -91,14 +149,24 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return call
 
     def _watched(self, method: str, context: Any) -> "_Watch":
-        return _Watch(method, context, self._keys, self._metrics, self.running)
+        return _Watch(method, context, self._keys, self._metrics, running=self.running, cluster=self._cluster)
 
 
 class _Watch:
     """Authenticates on the way in; on the way out counts the call and turns errors into statuses."""
 
-    def __init__(self, method: str, context: Any, keys: Keys, metrics: Metrics, running: RunningCalls) -> None:
+    def __init__(
+        self,
+        method: str,
+        context: Any,
+        keys: Keys,
+        metrics: Metrics,
+        *,
+        running: RunningCalls,
+        cluster: Cluster | None,
+    ) -> None:
         self._method = method
+        self._cluster = cluster
         self._context = context
         self._keys = keys
         self._metrics = metrics
@@ -113,6 +181,8 @@ class _Watch:
             self._running.check_open()
         except HoldfastError as exc:
             await self._abort(exc)
+        if self._cluster:  # a forwarded call's are replaced by those of the member that answers
+            self._context.set_trailing_metadata(((MEMBER, self._cluster.name),))
         await self._running.__aenter__()
 
     async def __aexit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
@@ -123,7 +193,12 @@ class _Watch:
         if exc is None:
             self._count("OK")
         elif isinstance(exc, HoldfastError):
+            if isinstance(exc, Fenced) and self._cluster:
+                self._cluster.suspect()
             await self._abort(exc)
+        elif isinstance(exc, OwnerAnswered):
+            self._count(exc.code.name)
+            await self._context.abort(exc.code, exc.message, exc.trailing_metadata)
         elif isinstance(exc, Exception):
             self._count("INTERNAL")
             logger.error("%s failed", self._method, exc_info=exc)
@@ -154,6 +229,11 @@ def _decoder(deserialize: Callable[[bytes], Any], max_mb: int) -> Callable[[byte
             raise InvalidArgument("the request is not a valid message for this method") from exc
 
     return decode
+
+
+def _encoder(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """What another member has answered is bytes already."""
+    return lambda message: message if isinstance(message, bytes) else serialize(message)
 
 
 # The error table of the gRPC endpoint

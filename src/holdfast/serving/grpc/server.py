@@ -12,6 +12,8 @@ from grpc_reflection.v1alpha import reflection
 
 from holdfast.config import ServeConfig
 from holdfast.errors import ConfigError
+from holdfast.serving.cluster.grpc_forward import GrpcForwarder
+from holdfast.serving.cluster.membership import Cluster, Describe
 from holdfast.serving.grpc.gen import runtime_pb2
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.interceptor import Guard
@@ -34,12 +36,14 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass(frozen=True, slots=True)
 class GrpcServer:
-    """A server that is not started yet, the port it got, its health and its calls."""
+    """A server that is not started yet, the ports it got, its health and its calls. `peer_port`: for other members."""
 
     server: Any
     port: int
+    peer_port: int
     health: Any
     running: RunningCalls
+    forwarder: GrpcForwarder | None
 
     async def start(self) -> None:
         await self.server.start()
@@ -51,40 +55,63 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         await self.server.stop(grace_s)
+        if self.forwarder:
+            await self.forwarder.close()
 
 
 def create_server(
-    runtime: Runtime, transfers: Transfers, admission: Admission, config: ServeConfig, keys: Keys | None = None
+    runtime: Runtime,
+    transfers: Transfers,
+    admission: Admission,
+    config: ServeConfig,
+    keys: Keys | None = None,
+    *,
+    cluster: Cluster | None = None,
+    describe: Describe | None = None,
 ) -> GrpcServer:
     """Binds at once; a port that is taken is a ConfigError."""
     options = [
         ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
-        ("grpc.so_reuseport", 0),  # two servers on one port would share calls at random
+        ("grpc.so_reuseport", int(config.workers > 1)),  # otherwise two servers would share calls at random
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", _IDLE_MS),  # without a call; clients connect again by themselves
         ("grpc.keepalive_time_ms", _IDLE_MS),  # so that a peer that is gone is noticed
         ("grpc.max_concurrent_streams", _MAX_CALLS),
     ]
     hide_metadata()
-    guard = Guard(SERVICE, keys or Keys(), runtime.metrics, stall_s=config.stream_stall_s)
+    forwarder = GrpcForwarder(cluster, config, runtime.metrics) if cluster else None
+    guard = Guard(
+        SERVICE,
+        keys or Keys(),
+        runtime.metrics,
+        cluster.using if cluster else runtime.using,
+        stall_s=config.stream_stall_s,
+        cluster=cluster,
+        forwarder=forwarder,
+    )
     server = grpc.aio.server(interceptors=[guard], options=options)
-    service = RuntimeService(runtime, transfers, admission, max_session_mb=config.max_session_mb)
+    service = RuntimeService(runtime, transfers, admission, max_session_mb=config.max_session_mb, describe=describe)
     rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    ports = [_bind(server, address, config) for address in (config.grpc, config.peer_grpc) if address]
+    return GrpcServer(server, ports[0], ports[-1], servicer, guard.running, forwarder)
+
+
+def _bind(server: Any, address: str, config: ServeConfig) -> int:
     try:
-        port = _bind(server, config)
+        if not config.tls_cert and not config.tls_key:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, _credentials(config)))
     except RuntimeError as exc:
+        flag = "--grpc" if address == config.grpc else "--peer-grpc"
         raise ConfigError(
-            f"cannot listen on {config.grpc}: the address is in use or not available; choose another --grpc"
+            f"cannot listen on {address}: the address is in use or not available; choose another {flag}"
         ) from exc
-    return GrpcServer(server, port, servicer, guard.running)
 
 
-def _bind(server: Any, config: ServeConfig) -> int:
-    if not config.tls_cert and not config.tls_key:
-        return int(server.add_insecure_port(config.grpc))
+def _credentials(config: ServeConfig) -> grpc.ServerCredentials:
     if not (config.tls_cert and config.tls_key):
         raise ConfigError("--tls-cert and --tls-key must be given together")
     try:
@@ -94,4 +121,4 @@ def _bind(server: Any, config: ServeConfig) -> int:
         raise ConfigError(f"{config.tls_cert} and {config.tls_key} are not a certificate and its private key") from exc
     except OSError as exc:
         raise ConfigError(f"cannot read {exc.filename}: {exc.strerror}") from exc
-    return int(server.add_secure_port(config.grpc, grpc.ssl_server_credentials([(key, chain)])))
+    return grpc.ssl_server_credentials([(key, chain)])

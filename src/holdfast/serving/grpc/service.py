@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from holdfast.errors import InvalidArgument, PayloadTooLarge
+from holdfast.errors import InvalidArgument, PayloadTooLarge, Unimplemented
 from holdfast.generation import Done, Event
+from holdfast.serving.cluster.membership import Describe
 from holdfast.serving.grpc import convert
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
@@ -16,7 +17,7 @@ from holdfast.sessions.limits import check_ids, check_label, check_metadata
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import pieces
 from holdfast.sessions.transfers import Transfers
-from holdfast.sessions.view import page_of, page_start
+from holdfast.sessions.view import checked_page_size, page_start
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
 
@@ -34,11 +35,13 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         admission: Admission | None = None,
         *,
         max_session_mb: int = 1024,
+        describe: Describe | None = None,
     ) -> None:
         self._runtime = runtime
         self._admission = admission or Admission(runtime.capacity, max_queue=0, max_wait_s=0, metrics=runtime.metrics)
         self._transfers = transfers or Transfers(runtime)
         self._max_session_mb = max_session_mb
+        self._describe = describe
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         check_label("client_label", request.client_label)
@@ -135,11 +138,12 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         return convert.session_info(self._runtime.info(request.session_id, current_owner.get()))
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
-        page = page_of(
-            self._runtime.list_sessions(current_owner.get(), after=page_start(request.page_token)),
+        page = await self._runtime.list_sessions(
+            current_owner.get(),
+            after=page_start(request.page_token),
             label=request.client_label if request.HasField("client_label") else None,
             state=convert.state_filter(request),
-            size=request.page_size or _PAGE,
+            size=checked_page_size(request.page_size or _PAGE),
         )
         return pb.ListSessionsResponse(
             sessions=[convert.session_info(view) for view in page.views], next_page_token=page.next_token
@@ -186,6 +190,11 @@ class RuntimeService(rpc.RuntimeServiceServicer):
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         length = await self._runtime.close(request.session_id, current_owner.get())
         return pb.CloseSessionResponse(final_history_length=length)
+
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
+        if self._describe is None:
+            raise Unimplemented("this server does not know its cluster")
+        return convert.cluster(await self._describe())
 
 
 def _optional(request: Any, field: str) -> int | None:

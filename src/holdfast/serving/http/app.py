@@ -1,5 +1,6 @@
 """The ASGI application of the HTTP endpoint: its routes, and what they are wired to."""
 
+import contextlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,12 +17,14 @@ from holdfast.backends.transport import carried, carried_headers
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig
+from holdfast.errors import SessionNotFound
+from holdfast.serving.cluster.membership import Cluster, Describe, Using
 from holdfast.serving.http.middleware import IMPORT_PATH, WEIGHTS_PATH, HttpMiddleware, owner_of
 from holdfast.serving.http.named_sessions import Endpoint, NamedSessions
 from holdfast.serving.http.openapi import document, index
 from holdfast.serving.http.response import StreamTimes
 from holdfast.serving.http.response_store import ResponseStore
-from holdfast.serving.http.routes_admin import ControlRoutes, HealthRoutes
+from holdfast.serving.http.routes_admin import ClusterRoutes, ControlRoutes, HealthRoutes
 from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
 from holdfast.serving.http.routes_responses import SessionResponses, StatelessResponses
@@ -41,6 +44,8 @@ def create_app(
     upstream: Upstream | None = None,
     keys: Keys | None = None,
     not_ready: Callable[[], str | None] = lambda: None,
+    cluster: Cluster | None = None,
+    describe: Describe | None = None,
 ) -> HttpMiddleware:
     """Health and metrics, and where there are `chats` the whole API."""
     health = HealthRoutes(runtime.metrics, not_ready)
@@ -52,11 +57,13 @@ def create_app(
         Route("/metrics", health.metrics),
         Route("/openapi.json", document),
     ]
+    if describe is not None:
+        routes.append(Route("/cluster", ClusterRoutes(describe).cluster))
     if chats is not None:
-        routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream)
+        routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream, cluster)
     carrying = [Middleware(CarriedHeaders)] if upstream else []
     router = Router(routes, default=_not_found, redirect_slashes=False, middleware=carrying)
-    return HttpMiddleware(router, config, keys or Keys(), runtime.metrics)
+    return HttpMiddleware(router, config, keys or Keys(), runtime.metrics, cluster)
 
 
 class CarriedHeaders:
@@ -74,10 +81,15 @@ _SESSION = "/sessions/{session_id}"
 
 
 def _chat_routes(
-    chats: ChatService, transfers: Transfers, config: ServeConfig, upstream: Upstream | None
+    chats: ChatService,
+    transfers: Transfers,
+    config: ServeConfig,
+    upstream: Upstream | None,
+    cluster: Cluster | None,
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
+    using = cluster.using if cluster else runtime.using
     rules: dict[str, Any] = {
         "as_sglang": config.compat == "miles",
         "may_ignore": config.unknown_fields == "ignore",
@@ -104,14 +116,48 @@ def _chat_routes(
     ]
     if upstream is not None:
         rest = [Route(f"{_SESSION}/{{path:path}}", UpstreamRoutes(chats, upstream).passed, methods=METHODS)]
-    by_header = NamedSessions(chats, config)
-    return [
+    by_header = NamedSessions(chats, config, lambda endpoint: _using(using, endpoint))
+    routes = [
         *_generation_routes(openai, sessions, by_header, on_session),
         *_response_routes(StatelessResponses(store), SessionResponses(chats), by_header),
-        *_session_routes(sessions, DataRoutes(runtime, chats, transfers, config=config)),
+        *_session_routes(
+            sessions.create if cluster is None else _where_there_is_room(sessions.create, cluster),
+            sessions,
+            DataRoutes(runtime, chats, transfers, config=config),
+        ),
         *_control_routes(chats),
         *rest,
     ]
+    return [_on_session(route, using) if route.path.startswith(_SESSION) else route for route in routes]
+
+
+def _on_session(route: Route, using: Using) -> Route:
+    may_be_closed = route.path == f"{_SESSION}/export"
+    return Route(route.path, _using(using, route.endpoint, may_be_closed=may_be_closed), methods=route.methods)
+
+
+def _using(using: Using, endpoint: Endpoint, *, may_be_closed: bool = False) -> Endpoint:
+    """The endpoint, while the session of the request is in memory: until the response is sent."""
+
+    @wraps(endpoint)
+    async def used(request: Request) -> Response:
+        held: contextlib.AsyncExitStack = request.scope["holdfast.held"]
+        with contextlib.suppress(SessionNotFound) if may_be_closed else contextlib.nullcontext():
+            await held.enter_async_context(using(request.path_params["session_id"], owner_of(request)))
+        return await endpoint(request)
+
+    return used
+
+
+def _where_there_is_room(create: Endpoint, cluster: Cluster) -> Endpoint:
+    """`create`, unless another member should take the new session."""
+
+    @wraps(create)
+    async def placed(request: Request) -> Response:
+        await cluster.check_room()
+        return await create(request)
+
+    return placed
 
 
 def _both(by_header: NamedSessions, path: str, stateless: Endpoint, on_session: Endpoint, *methods: str) -> list[Route]:
@@ -151,9 +197,9 @@ def _response_routes(kept: StatelessResponses, recorded: SessionResponses, by_he
     ]
 
 
-def _session_routes(sessions: SessionRoutes, data: DataRoutes) -> list[Route]:
+def _session_routes(create: Endpoint, sessions: SessionRoutes, data: DataRoutes) -> list[Route]:
     return [
-        Route("/sessions", sessions.create, methods=["POST"]),
+        Route("/sessions", create, methods=["POST"]),
         Route(IMPORT_PATH, data.import_session, methods=["POST"]),
         Route("/sessions/purge", data.purge, methods=["POST"]),
         Route("/sessions", sessions.list_sessions),

@@ -60,6 +60,8 @@ _RETRY_AFTER_S = {
     "weights_busy": 5,
     "draining": 5,
     "paused": 5,
+    "journal_failed": 1,
+    "fenced": 1,
 }
 _MAX_TOLD = 1000  # characters
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -1,5 +1,6 @@
 """Around every request: a request id, who may call, a size limit, the error table, a count, and the access log."""
 
+import contextlib
 import email.utils
 import logging
 import re
@@ -16,8 +17,18 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.config import ServeConfig
-from holdfast.errors import Draining, HoldfastError, PayloadTooLarge, RequestTimeout
+from holdfast.errors import (
+    Draining,
+    Fenced,
+    HoldfastError,
+    NotServing,
+    PayloadTooLarge,
+    RequestTimeout,
+    SessionElsewhere,
+)
 from holdfast.metrics import Metrics
+from holdfast.serving.cluster.http_forward import REFUSED, HttpForwarder
+from holdfast.serving.cluster.membership import MEMBER, Cluster
 from holdfast.serving.http.dialects import CHAT, dialect_of
 from holdfast.serving.http.error_response import response_for, told
 from holdfast.serving.http.response import ClientGone
@@ -40,8 +51,12 @@ _GONE = 499  # what nginx calls a client that left
 class HttpMiddleware:
     """An ASGI application around the router."""
 
-    def __init__(self, router: Router, config: ServeConfig, keys: Keys, metrics: Metrics) -> None:
+    def __init__(
+        self, router: Router, config: ServeConfig, keys: Keys, metrics: Metrics, cluster: Cluster | None = None
+    ) -> None:
         self._router = router
+        self._cluster = cluster
+        self._forwarder = HttpForwarder(router, cluster, config, metrics) if cluster else None
         self._keys = keys
         self.running = RunningCalls()
         self._page_guard = PageGuard(config, keys)
@@ -65,8 +80,14 @@ class HttpMiddleware:
         if scope["type"] == "http":
             await self._app(scope, receive, send)
 
+    async def close(self) -> None:
+        """Close connections to other members."""
+        if self._forwarder:
+            await self._forwarder.close()
+
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = _Call(scope, receive, send, self._deprecation if scope["path"] in STATELESS_PATHS else {})
+        extra = self._deprecation if scope["path"] in STATELESS_PATHS else {}
+        call = _Call(scope, receive, send, extra, member=self._cluster.name if self._cluster else "")
         started = time.perf_counter()
         try:
             async with self.running:
@@ -95,7 +116,9 @@ class HttpMiddleware:
         limit = self._limit_of(call.scope["path"], headers)
         if length.isdigit():
             limit.check(int(length))
-        await self._route(call.scope, self._limited(call, limit), call.send)
+        async with contextlib.AsyncExitStack() as held:
+            call.scope["holdfast.held"] = held  # what the routes need until the response is sent
+            await self._route(call.scope, self._limited(call, limit), call.send)
 
     def _limit_of(self, path: str, headers: Headers) -> "_Limit":
         if path == WEIGHTS_PATH and is_file(headers):
@@ -106,7 +129,7 @@ class HttpMiddleware:
         """With an application in the scope the router raises where it would answer in plain text."""
         scope["app"] = self
         try:
-            await self._router(scope, receive, send)
+            await (self._forwarder or self._router)(scope, receive, send)
         except HTTPException as exc:
             if exc.status_code != 405:
                 raise
@@ -152,6 +175,10 @@ class HttpMiddleware:
         if call.status:  # too late for an answer: end the connection instead of pretending that all went well
             raise exc
         response = response_for(exc, call.dialect, is_plain=self._is_plain, request_id=call.request_id)
+        if isinstance(exc, NotServing | SessionElsewhere):
+            response.headers[REFUSED] = exc.code
+        if isinstance(exc, Fenced) and self._cluster:
+            self._cluster.suspect()
         if response.status_code == 500 and not isinstance(exc, HoldfastError):
             logger.error(
                 "request %s failed: %s %s", call.request_id, call.scope["method"], call.scope["path"], exc_info=exc
@@ -195,7 +222,7 @@ def is_file(headers: Headers) -> bool:
 class _Call:
     """One request and what is known of its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, extra: dict[str, str]) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, extra: dict[str, str], *, member: str = "") -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         self.request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         self.dialect = scope["holdfast.dialect"] = dialect_of(scope["path"])
@@ -207,6 +234,7 @@ class _Call:
         self._has_ended = False
         self._is_events = False
         self._send = send
+        self._member = member
         self._extra = extra | {"x-request-id": self.request_id}
         if self.dialect is not CHAT:
             self._extra["request-id"] = self.request_id  # as Anthropic calls it
@@ -217,6 +245,8 @@ class _Call:
             headers = MutableHeaders(scope=message)
             self._is_events = headers.get("content-type", "").startswith("text/event-stream")
             headers.update(self._extra)
+            if self._member:
+                headers.setdefault(MEMBER, self._member)
             if session_id := self.scope.get("holdfast.session"):
                 headers["holdfast-session"] = session_id
                 for name in ("deprecation", "sunset", "link"):  # of a stateless request, which it is not

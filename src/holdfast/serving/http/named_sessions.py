@@ -19,10 +19,12 @@ _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")  # of 
 
 
 class NamedSessions:
-    """`--session-header`: further headers that name a session; those sessions are not those of `Holdfast-Session`."""
+    """`--session-header`: further headers that name a session; those sessions are not those of `Holdfast-Session`.
+    `using` is put around endpoints on sessions."""
 
-    def __init__(self, chats: ChatService, config: ServeConfig) -> None:
+    def __init__(self, chats: ChatService, config: ServeConfig, using: Callable[[Endpoint], Endpoint]) -> None:
         self._chats = chats
+        self._using = using
         self._headers = [name.strip().lower() for name in config.session_header.split(",") if name.strip()]
         for name in self._headers:
             if not _TOKEN.issuperset(name):
@@ -30,6 +32,7 @@ class NamedSessions:
 
     def endpoint(self, stateless: Endpoint, on_session: Endpoint) -> Endpoint:
         """`on_session` for requests that name a session, `stateless` for others."""
+        using = self._using(on_session)
 
         @wraps(stateless)
         async def either(request: Request) -> Response:
@@ -37,7 +40,7 @@ class NamedSessions:
                 return await stateless(request)
             session_id = await self._chats.named(owner_of(request), name)
             request.scope["holdfast.session"] = request.path_params["session_id"] = session_id
-            return await on_session(request)
+            return await using(request)
 
         return either
 

@@ -157,6 +157,7 @@ def _paths() -> dict[str, Any]:
             "delete": _operation("Forget the conversation"),
         },
         "/v1/completions": {"post": _operation("Text completion, stateless", body=Completion)},
+        "/cluster": {"get": _operation("The members that share a journal: state, lease, addresses, room for sessions")},
         "/control/pause": {"post": _operation("Pause: no new generation begins (admin)") | {"parameters": _PAUSED}},
         "/control/resume": {"post": _operation("Resume (admin)")},
         "/control/weights": {"post": _weights()},

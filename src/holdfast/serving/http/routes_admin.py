@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from holdfast.chats.service import ChatService
 from holdfast.errors import Forbidden, InvalidArgument
 from holdfast.metrics import Metrics
+from holdfast.serving.cluster.membership import Describe
 from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.schema import WeightVersion
@@ -34,6 +35,29 @@ class HealthRoutes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class ClusterRoutes:
+    def __init__(self, describe: Describe) -> None:
+        self._describe = describe
+
+    async def cluster(self, request: Request) -> Response:
+        view = await self._describe()
+        members = [
+            {
+                "name": member.name,
+                "state": member.state,
+                "lease_left_s": round(member.lease_left_s, 3) if view.is_cluster else None,
+                "epoch": member.epoch,
+                "sessions": member.num_sessions,
+                "room": member.room,
+                "version": member.version,
+                "http": member.http,
+                "grpc": member.grpc,
+            }
+            for member in view.members
+        ]
+        return JSONResponse({"this": view.this, "is_cluster": view.is_cluster, "members": members})
 
 
 class ControlRoutes:

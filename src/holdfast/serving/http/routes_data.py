@@ -1,6 +1,7 @@
 """Routes for data: samples, session files, and the purge of closed sessions."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
@@ -11,7 +12,7 @@ from holdfast.chats.samples.assembly import Options
 from holdfast.chats.samples.formats import CONTENT_TYPES, encode, read_format
 from holdfast.chats.service import ChatService
 from holdfast.config import ServeConfig
-from holdfast.errors import InvalidArgument
+from holdfast.errors import InvalidArgument, SessionNotFound
 from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import owner_of
 from holdfast.serving.http.schema import Purge, SamplesRequest
@@ -79,9 +80,11 @@ class DataRoutes:
     async def purge(self, request: Request) -> Response:
         body = decode(await request.body(), Purge, may_be_empty=True)
         owner, journal = owner_of(request), self._runtime.journal
-        own = {view.session_id for view in self._runtime.list_sessions(owner)}
-        for session_id in own.intersection(body.session_ids or ()):
-            raise InvalidArgument(f"session {session_id} is not closed; close it first", param="session_ids")
+        for session_id in body.session_ids or ():
+            with contextlib.suppress(SessionNotFound):
+                stored = await journal.read_session(session_id)
+                if stored.closed_at is None and stored.opened.owner == owner:
+                    raise InvalidArgument(f"session {session_id} is not closed; close it first", param="session_ids")
         found = await closed_sessions(
             journal,
             owner=None if is_admin(owner) else owner,

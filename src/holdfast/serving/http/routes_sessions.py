@@ -34,7 +34,7 @@ from holdfast.serving.http.routes_responses import recorded_past
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.ports import ChatUpstream
-from holdfast.sessions.view import SessionState, page_of, page_start
+from holdfast.sessions.view import MAX_PAGE, SessionState, checked_page_size, page_start
 
 
 class SessionRoutes:
@@ -72,8 +72,13 @@ class SessionRoutes:
 
     async def list_sessions(self, request: Request) -> Response:
         query = request.query_params
-        views = self._runtime.list_sessions(owner_of(request), after=page_start(query.get("page_token", "")))
-        page = page_of(views, label=query.get("label"), state=_state(query), size=_page_size(query))
+        page = await self._runtime.list_sessions(
+            owner_of(request),
+            after=page_start(query.get("page_token", "")),
+            label=query.get("label"),
+            state=_state(query),
+            size=_page_size(query),
+        )
         listed = {"object": "list", "data": [session_json(view) for view in page.views]}
         return JSONResponse(listed | {"next_page_token": page.next_token})
 
@@ -183,12 +188,11 @@ def _state(query: QueryParams) -> SessionState | None:
     return SessionState(name)
 
 
-def _page_size(query: QueryParams) -> int | None:
-    if (size := query.get("page_size")) is None:
-        return None
+def _page_size(query: QueryParams) -> int:
+    size = query.get("page_size", str(MAX_PAGE))
     if not (size.isascii() and size.isdigit() and len(size) < 10):
         raise InvalidArgument(f"page_size must be a number, got {size!r}", param="page_size")
-    return int(size)
+    return checked_page_size(int(size))
 
 
 # Other paths of an upstream: an allow-list, else 404

@@ -16,7 +16,7 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _EXPOSED = (
     *("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow", "content-disposition"),
     *("holdfast-turn", "holdfast-dropped-tokens", "holdfast-branched", "holdfast-recorded", "idempotent-replayed"),
-    *("deprecation", "sunset", "link", "request-id", "holdfast-session", "holdfast-ignored-fields"),
+    *("deprecation", "sunset", "link", "request-id", "holdfast-session", "holdfast-ignored-fields", "holdfast-member"),
 )
 
 

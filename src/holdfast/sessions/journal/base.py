@@ -49,6 +49,7 @@ class SessionOpened:
     pin_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     forked_from: ForkedFrom | None = None
+    copies_turns: bool = True  # from `forked_from`; False: they are written as those of any session
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,14 @@ class HistoryRewound:
 
 @dataclass(frozen=True, slots=True)
 class TurnRecorded:
-    """A chat turn with its bodies. `turn` must not change before it is on disk."""
+    """A chat turn with its bodies. `turn` must not change before it is on disk.
+
+    `origin` is the session and number of a turn with the same bodies: where that is on record they are shared.
+    """
 
     session_id: str
     turn: TurnRecord
+    origin: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,14 @@ class SessionRested:
 
     session_id: str
     at: float
-    summary: SessionSummary
+    summary: SessionSummary | None  # None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReleased:
+    """The session has no owner from now on: any member of the cluster may acquire it."""
+
+    session_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +173,7 @@ Entry = (
     | Rewarded
     | Pinned
     | SessionRested
+    | SessionReleased
     | SessionClosed
     | SessionPurged
 )
@@ -245,7 +258,7 @@ class Member:
     """A server of a cluster, as its row tells. `http` and `grpc` are addresses that other members reach, or empty."""
 
     name: str
-    epoch: int  # how often a server has joined under this name: an earlier one is fenced
+    epoch: int  # higher each time that a server joins under this name: an earlier one is fenced
     http: str = ""
     grpc: str = ""
     has_tls: bool = False
@@ -321,10 +334,11 @@ class Journal(Protocol):
     async def next_number(self) -> int:
         """Of a session that is about to be made; higher than all before."""
 
-    async def acquire(self, session_id: str) -> StoredSession:
-        """As `read_session`; from now on this server alone may write the session, unless it is closed.
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
+        """The owner's open session. From now on this server alone may write it.
 
-        Raises SessionElsewhere where another member that is alive owns it.
+        Raises SessionNotFound, which tells the owner why where the session was closed, and to anyone else that it is
+        unknown; nothing is acquired then. Raises SessionElsewhere where another member that is alive owns it.
         """
 
     async def release(self, session_ids: Sequence[str]) -> None:
@@ -337,6 +351,12 @@ class Journal(Protocol):
         self, owner: str, *, after: int = 0, label: str | None = None, limit: int = 1000
     ) -> list[ListedSession]:
         """The owner's open sessions by number, from the one after number `after` on, at most `limit`."""
+
+    async def list_all(self, *, after: tuple[int, str] = (0, ""), limit: int = 1000) -> list[ListedSession]:
+        """All sessions, open and closed, by number and id, from the one after these on, at most `limit`."""
+
+    async def count_all(self) -> int:
+        """How many sessions are on record, open and closed."""
 
     async def count_open(self, owner: str) -> int:
         """How many open sessions the owner has."""
@@ -393,7 +413,7 @@ class NoJournal:
     async def next_number(self) -> int:
         return next(self._numbers)
 
-    async def acquire(self, session_id: str) -> StoredSession:
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
         raise SessionNotFound(session_id)
 
     async def release(self, session_ids: Sequence[str]) -> None:
@@ -406,6 +426,12 @@ class NoJournal:
         self, owner: str, *, after: int = 0, label: str | None = None, limit: int = 1000
     ) -> list[ListedSession]:
         return []
+
+    async def list_all(self, *, after: tuple[int, str] = (0, ""), limit: int = 1000) -> list[ListedSession]:
+        return []
+
+    async def count_all(self) -> int:
+        return 0
 
     async def count_open(self, owner: str) -> int:
         return 0
@@ -470,7 +496,13 @@ async def closed_sessions(
     ]
 
 
-async def purge(journal: Journal, sessions: Sequence[ClosedSession]) -> None:
+class Writing(Protocol):
+    """The part of a journal that purging needs."""
+
+    async def write(self, *entries: Entry) -> None: ...
+
+
+async def purge(journal: Writing, sessions: Sequence[ClosedSession]) -> None:
     """Nothing of these is on record afterwards."""
     for first in range(0, len(sessions), _PURGE_CHUNK):
         await journal.write(*(SessionPurged(session.session_id) for session in sessions[first : first + _PURGE_CHUNK]))

@@ -1,9 +1,9 @@
 """Rows of the database back to what was written. Each row is checked against its sum; a damaged one is never served."""
 
 import json
-import sqlite3
 import zlib
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,7 +20,7 @@ from holdfast.sessions.journal.base import (
     TokensGiven,
     TokensSampled,
 )
-from holdfast.sessions.journal.segments import SegmentReader
+from holdfast.sessions.journal.database import Database, Row
 from holdfast.sessions.record import Stored, TurnRecord, floats_of, from_stored, tokens_of
 
 # The columns that a row's sum covers, in its order: those that never change, and those that may.
@@ -38,6 +38,13 @@ TURN_FIELDS = (
 TURN_STATE = ("reward", "is_delivered")
 
 _COPIED_BYTES = 16 * 1024  # longer values are summed in place instead of being copied
+
+
+class BodyReader(Protocol):
+    """Long bodies outside the database: segment files, or the blobs of a store."""
+
+    def read(self, segment: Any, start: int, length: int) -> bytes:
+        """Raises OSError, or gives fewer bytes, where they are no longer there."""
 
 
 def checksum_of(*values: Stored) -> int:
@@ -60,29 +67,22 @@ def row_checksum(fields: Sequence[Stored], state: Sequence[Stored] = ()) -> int:
     return checksum_of(*fields) ^ checksum_of(*state)
 
 
-def is_intact(row: sqlite3.Row, fields: Sequence[str], state: Sequence[str] = ()) -> bool:
+def is_intact(row: Row, fields: Sequence[str], state: Sequence[str] = ()) -> bool:
     sum_now = row_checksum([row[name] for name in fields], [row[name] for name in state])
     return bool(sum_now == row["checksum"])
 
 
-def select(connection: sqlite3.Connection, query: str, *values: object) -> list[sqlite3.Row]:
-    """The rows, whose columns are read by name."""
-    cursor = connection.cursor()
-    cursor.row_factory = sqlite3.Row
-    return cursor.execute(query, values).fetchall()
-
-
-def session_of(connection: sqlite3.Connection, session_id: str) -> StoredSession:
+def session_of(db: Database, session_id: str) -> StoredSession:
     """The session with all its steps. Raises SessionNotFound; damage is reported in the result."""
-    found = select(connection, "SELECT * FROM sessions WHERE id = ?", session_id)
+    found = db.select("SELECT * FROM sessions WHERE id = ?1", session_id)
     if not found:
         raise SessionNotFound(session_id)
     (row,) = found
     opened, failure = opened_of(row)
     steps: list[tuple[int, Step | None]] = []
     if failure is None:
-        spans = select(connection, "SELECT * FROM spans WHERE session = ?", session_id)
-        turns = select(connection, "SELECT * FROM turns WHERE session = ?", session_id)
+        spans = db.select("SELECT * FROM spans WHERE session = ?1", session_id)
+        turns = db.select("SELECT * FROM turns WHERE session = ?1", session_id)
         steps = [(span["step"], span_of(span)) for span in spans] + [(turn["step"], turn_of(turn)) for turn in turns]
         steps.sort(key=lambda step: step[0])
     intact: list[Step] = []
@@ -101,33 +101,58 @@ def session_of(connection: sqlite3.Connection, session_id: str) -> StoredSession
     )
 
 
-def open_ids(connection: sqlite3.Connection) -> list[str]:
+def open_session_of(db: Database, session_id: str, owner: str) -> StoredSession:
+    """As `session_of`, where the session is this owner's and was not closed."""
+    found = db.select("SELECT closed_why FROM sessions WHERE id = ?1 AND owner = ?2", session_id, owner)
+    if not found or (why := found[0]["closed_why"]):
+        raise SessionNotFound(session_id, detail=why if found else "unknown")
+    return session_of(db, session_id)
+
+
+def open_ids(db: Database) -> list[str]:
     query = "SELECT id FROM sessions WHERE closed_at IS NULL ORDER BY number, id"
-    return [row["id"] for row in select(connection, query)]
+    return [row["id"] for row in db.select(query)]
 
 
-def named(connection: sqlite3.Connection, owner: str, name: str) -> str | None:
-    query = "SELECT id FROM sessions WHERE owner = ? AND name = ? AND closed_at IS NULL"
-    return next((row["id"] for row in select(connection, query, owner, name)), None)
+def named(db: Database, owner: str, name: str) -> str | None:
+    query = "SELECT id FROM sessions WHERE owner = ?1 AND name = ?2 AND closed_at IS NULL"
+    return next((row["id"] for row in db.select(query, owner, name)), None)
 
 
-def listed(
-    connection: sqlite3.Connection, owner: str, *, after: int, label: str | None, limit: int
-) -> list[ListedSession]:
+_LISTED = (
+    "SELECT *, (SELECT max(step) FROM spans WHERE session = id) AS last_span,"
+    " (SELECT step FROM turns WHERE session = id ORDER BY number DESC LIMIT 1) AS last_turn FROM sessions"
+)
+
+
+def listed(db: Database, owner: str, *, after: int, label: str | None, limit: int) -> list[ListedSession]:
     query = (
-        "SELECT *, (SELECT max(step) FROM spans WHERE session = id) AS last_span,"
-        " (SELECT step FROM turns WHERE session = id ORDER BY number DESC LIMIT 1) AS last_turn FROM sessions"
-        " WHERE owner = ?1 AND number > ?2 AND closed_at IS NULL AND (?3 IS NULL OR label = ?3)"
+        f"{_LISTED} WHERE owner = ?1 AND number > ?2 AND closed_at IS NULL"
+        " AND (CAST(?3 AS TEXT) IS NULL OR label = ?3)"
         " ORDER BY number LIMIT ?4"
     )
     return [
-        ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"])
-        for row in select(connection, query, owner, after, label, limit)
+        ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"], row["member"] or "")
+        for row in db.select(query, owner, after, label, limit)
     ]
 
 
-def summary_of(row: sqlite3.Row) -> SessionSummary | None:
-    """What was recorded of a session when it came to rest, if nothing was recorded since."""
+def all_listed(db: Database, after: tuple[int, str], limit: int) -> list[ListedSession]:
+    query = f"{_LISTED} WHERE number >= ?1 AND (number > ?1 OR id > ?2) ORDER BY number, id LIMIT ?3"
+    return [
+        ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"])
+        for row in db.select(query, *after, limit)
+    ]
+
+
+def num_sessions(db: Database) -> int:
+    return int(db.select("SELECT count(*) AS num FROM sessions")[0]["num"])
+
+
+def summary_of(row: Row) -> SessionSummary | None:
+    """What was recorded of a session when it came to rest, if nothing was recorded since and its row is intact."""
+    if not is_intact(row, SESSION_FIELDS, SESSION_STATE):
+        return None
     try:
         step, summary = msgspec.msgpack.decode(row["summary"] or b"", type=tuple[int, SessionSummary])
     except msgspec.DecodeError:
@@ -135,31 +160,35 @@ def summary_of(row: sqlite3.Row) -> SessionSummary | None:
     return summary if step == max(row["last_span"] or 0, row["last_turn"] or 0) else None
 
 
-def num_open(connection: sqlite3.Connection, owner: str) -> int:
-    query = "SELECT count(*) AS num FROM sessions WHERE owner = ? AND closed_at IS NULL"
-    return int(select(connection, query, owner)[0]["num"])
+def num_open(db: Database, owner: str) -> int:
+    query = "SELECT count(*) AS num FROM sessions WHERE owner = ?1 AND closed_at IS NULL"
+    return int(db.select(query, owner)[0]["num"])
 
 
-def rested(connection: sqlite3.Connection, before: float, limit: int) -> list[tuple[str, str]]:
+def rested(
+    db: Database, before: float, limit: int, free: str = "member IS NULL", *values: object
+) -> list[tuple[str, str]]:
+    """`free` is the condition under which no other member owns a session; `values` are its further parameters."""
     query = (
-        "SELECT id, owner FROM sessions WHERE closed_at IS NULL AND ifnull(rested_at, created_at) < ?"
-        " ORDER BY ifnull(rested_at, created_at) LIMIT ?"
+        f"SELECT id, owner FROM sessions WHERE closed_at IS NULL AND coalesce(rested_at, created_at) < ?1 AND ({free})"
+        " ORDER BY coalesce(rested_at, created_at) LIMIT ?2"
     )
-    return [(row["id"], row["owner"]) for row in select(connection, query, before, limit)]
+    return [(row["id"], row["owner"]) for row in db.select(query, before, limit, *values)]
 
 
-def closed_sessions(connection: sqlite3.Connection, *, before: float | None = None) -> list[ClosedSession]:
+def closed_sessions(db: Database, *, before: float | None = None) -> list[ClosedSession]:
     query = (
         "SELECT id, owner, closed_why, closed_at FROM sessions"
-        " WHERE closed_at IS NOT NULL AND (?1 IS NULL OR closed_at < ?1) ORDER BY closed_at, number"
+        " WHERE closed_at IS NOT NULL AND (CAST(?1 AS DOUBLE PRECISION) IS NULL OR closed_at < ?1)"
+        " ORDER BY closed_at, number"
     )
     return [
         ClosedSession(session_id=row["id"], owner=row["owner"], why=row["closed_why"], at=row["closed_at"])
-        for row in select(connection, query, before)
+        for row in db.select(query, before)
     ]
 
 
-def num_bytes_by_owner(connection: sqlite3.Connection) -> dict[str, int]:
+def num_bytes_by_owner(db: Database) -> dict[str, int]:
     """Tokens, logprobs and bodies. A body that several turns share is counted once for each owner."""
     query = """
         SELECT owner, sum(num) AS num FROM (
@@ -170,13 +199,13 @@ def num_bytes_by_owner(connection: sqlite3.Connection) -> dict[str, int]:
             UNION ALL SELECT owner, length FROM (
                 SELECT DISTINCT owner, bodies.id, length FROM turns JOIN sessions ON sessions.id = session
                 JOIN bodies ON bodies.id IN (request, response)
-            )
-        ) GROUP BY owner
+            ) AS shared
+        ) AS parts GROUP BY owner
     """
-    return {row["owner"]: row["num"] for row in select(connection, query)}
+    return {row["owner"]: int(row["num"]) for row in db.select(query)}
 
 
-def turn_of(row: sqlite3.Row) -> TurnRecord | None:
+def turn_of(row: Row) -> TurnRecord | None:
     """A row of `turns` as a turn without its bodies; None where it is damaged."""
     if not is_intact(row, TURN_FIELDS, TURN_STATE):
         return None
@@ -187,32 +216,29 @@ def turn_of(row: sqlite3.Row) -> TurnRecord | None:
         return None
 
 
-def body_row(connection: sqlite3.Connection, session_id: str, turn: int, which: str) -> sqlite3.Row:
+def body_row(db: Database, session_id: str, turn: int, which: str) -> Row:
     """What is on record about the `request` or the `response` of a turn."""
-    query = (
-        "SELECT segment, start, length, bodies.checksum, content FROM turns"
-        f" JOIN bodies ON bodies.id = turns.{which} WHERE session = ? AND number = ?"
-    )
-    found = select(connection, query, session_id, turn)
+    query = f"SELECT bodies.* FROM turns JOIN bodies ON bodies.id = turns.{which} WHERE session = ?1 AND number = ?2"
+    found = db.select(query, session_id, turn)
     if not found:
         raise SessionNotFound(session_id)
     return found[0]
 
 
-def body_of(row: sqlite3.Row, segments: SegmentReader, name: str) -> bytes:
+def body_of(row: Row, bodies: BodyReader, name: str) -> bytes:
     """The bytes that a `body_row` is about, as they were written, or StorageUnavailable. Needs no connection."""
     content = row["content"]
     if content is None:
         try:
-            content = segments.read(row["segment"], row["start"], row["length"])
+            content = bodies.read(row["segment"], row["start"], row["length"])
         except OSError as exc:
-            raise StorageUnavailable(f"{name} cannot be read: {exc.strerror}") from exc
+            raise StorageUnavailable(f"{name} cannot be read: {exc.strerror or exc}") from exc
     if len(content) != row["length"] or checksum_of(content) != row["checksum"]:
         raise StorageUnavailable(f"{name} is damaged on disk")
     return bytes(content)
 
 
-def opened_of(row: sqlite3.Row) -> tuple[SessionOpened, str | None]:
+def opened_of(row: Row) -> tuple[SessionOpened, str | None]:
     if not is_intact(row, SESSION_FIELDS, SESSION_STATE):
         opened = SessionOpened(session_id=row["id"], number=row["number"], owner=str(row["owner"]), created_at=0.0)
         return opened, "the record of how this session was opened is damaged"
@@ -235,7 +261,7 @@ def opened_of(row: sqlite3.Row) -> tuple[SessionOpened, str | None]:
     return opened, None
 
 
-def span_of(row: sqlite3.Row) -> Step | None:
+def span_of(row: Row) -> Step | None:
     if not is_intact(row, SPAN_FIELDS):
         return None
     session_id, tokens = row["session"], tokens_of(row["tokens"])

@@ -21,6 +21,7 @@ from holdfast.sessions.journal.base import (
     SessionKind,
     TurnRecorded,
 )
+from holdfast.sessions.journal.database import Row, SqliteDatabase
 from holdfast.sessions.journal.files import write_file
 from holdfast.sessions.journal.schema import MAGIC, lock
 from holdfast.sessions.journal.segments import SegmentReader
@@ -107,6 +108,7 @@ class DamagedDatabase:
 
     def __init__(self, connection: sqlite3.Connection, segments: SegmentReader) -> None:
         self._connection = connection
+        self._db = SqliteDatabase(connection)
         self._segments = segments
         self._rowids: dict[str, dict[str, set[int]]] = {}  # table -> session -> its rows
         self._end: dict[str, int | None] = {}  # table -> the last row that was found, where reading ended there
@@ -139,7 +141,7 @@ class DamagedDatabase:
     def read(self, session_id: str) -> tuple[list[Entry], Salvaged]:
         """The entries to write, and what was saved."""
         try:
-            [row] = rows.select(self._connection, "SELECT * FROM sessions WHERE id = ?", session_id)
+            [row] = self._db.select("SELECT * FROM sessions WHERE id = ?1", session_id)
             opened, problem = rows.opened_of(row)
         except _DAMAGE as exc:
             return [], Salvaged(session_id, problem=f"how it was opened cannot be read ({exc})")
@@ -163,19 +165,19 @@ class DamagedDatabase:
             try:
                 if not is_sure and end is not None and rowid > end:
                     raise ValueError("the table and its index are damaged here")
-                [row] = rows.select(self._connection, f"SELECT * FROM {table} WHERE rowid = ?", rowid)
+                [row] = self._db.select(f"SELECT * FROM {table} WHERE rowid = ?1", rowid)
                 steps.append(self._turn(row, len(steps) + 1) if table == "turns" else self._span(row))
             except _DAMAGE as exc:
                 return steps, f"the first {len(steps)} {table} were saved; the next one cannot be read ({exc})"
         return steps, "" if is_sure else f"{len(steps)} {table} were saved; whether there were more cannot be known"
 
-    def _turn(self, row: sqlite3.Row, number: int) -> Entry:
+    def _turn(self, row: Row, number: int) -> Entry:
         turn = rows.turn_of(row)
         if turn is None or turn.number != number:
             raise ValueError(f"turn {number} is damaged")
         return TurnRecorded(row["session"], self._with_bodies(row["session"], turn))
 
-    def _span(self, row: sqlite3.Row) -> Entry:
+    def _span(self, row: Row) -> Entry:
         span = rows.span_of(row)
         if span is None or isinstance(span, TurnRecord):
             raise ValueError("its checksum does not match")
@@ -184,7 +186,7 @@ class DamagedDatabase:
     def _with_bodies(self, session_id: str, turn: TurnRecord) -> TurnRecord:
         bodies = {}
         for which in ("request", "response"):
-            body = rows.body_row(self._connection, session_id, turn.number, which)
+            body = rows.body_row(self._db, session_id, turn.number, which)
             bodies[which] = rows.body_of(body, self._segments, f"the {which} of turn {turn.number}")
         return msgspec.structs.replace(turn, **bodies)
 

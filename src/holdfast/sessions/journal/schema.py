@@ -1,19 +1,22 @@
 """The database: its tables, its migrations, how it is opened, and how much of its log a crash has damaged. Blocks."""
 
 import fcntl
+import json
 import logging
 import os
 import shutil
 import sqlite3
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.sessions.journal.files import is_same_file, make_directory, open_private, sync, sync_directory
+from holdfast.sessions.journal.damage import damage_of
+from holdfast.sessions.journal.files import is_same_file, make_directory, open_private, sync, sync_directory, write_file
 
 logger = logging.getLogger(__name__)
 
+MODEL = "model.json"
 MAGIC = b"SQLite format 3\0"
 
 # What takes back half of a statement is needed by this process alone: it stays in memory.
@@ -62,6 +65,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE sessions ADD COLUMN summary BLOB",
         "ALTER TABLE sessions ADD COLUMN rested_at REAL",
         "ALTER TABLE sessions ADD COLUMN name TEXT",
+        "ALTER TABLE sessions ADD COLUMN member TEXT",  # always NULL here; used where servers share a database
         """UPDATE sessions SET name = json_extract(metadata, '$."holdfast-session"')
             WHERE closed_at IS NULL AND json_valid(metadata)""",
         """UPDATE sessions SET name = NULL WHERE EXISTS (SELECT 1 FROM sessions AS other
@@ -69,13 +73,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE UNIQUE INDEX sessions_by_name ON sessions (owner, name) WHERE name IS NOT NULL AND closed_at IS NULL",
         "CREATE INDEX sessions_by_number ON sessions (number)",
         "CREATE INDEX sessions_of_owner ON sessions (owner, number) WHERE closed_at IS NULL",
-        "CREATE INDEX sessions_rested ON sessions (ifnull(rested_at, created_at)) WHERE closed_at IS NULL",
+        "CREATE INDEX sessions_rested ON sessions (coalesce(rested_at, created_at)) WHERE closed_at IS NULL",
     ),
 )
 
 
-def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
-    """A connection to the database at `path`, checked and migrated, and how many commits were cut from its log.
+def open_database(path: Path, *, max_checked_bytes: int) -> tuple[sqlite3.Connection, int]:
+    """A connection to the database at `path`, migrated, and how many commits were cut from its log. A database of up to
+    `max_checked_bytes` is checked for damage; of a larger one only what opening reads is.
 
     The database is created where there is none. Raises ConfigError, with what to do, where the file is damaged.
     """
@@ -84,13 +89,12 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
             _create(path)
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise _damaged(path, "it is not an SQLite database, or it was cut short")
+                raise damaged(path, "it is not an SQLite database, or it was cut short")
         connection = connect(path)
         try:
             num_cut = report_cut_log(path, connection)
-            problems = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
-            if problems != ["ok"]:
-                raise _damaged(path, " ".join(problems[0].split()))
+            if path.stat().st_size <= max_checked_bytes and (problem := damage_of(connection)) is not None:
+                raise damaged(path, problem)
             migrate(connection, path)
         except BaseException:
             connection.close()
@@ -98,7 +102,7 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, int]:
     except sqlite3.OperationalError as exc:
         raise ConfigError(f"cannot open the journal {path}: {exc}. {room_advice(path.parent)}") from exc
     except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # SQLite's own messages may quote the damage
-        raise _damaged(path, str(exc)) from exc
+        raise damaged(path, str(exc)) from exc
     except OSError as exc:
         raise ConfigError(f"cannot open the journal {path}: {exc.strerror}. {room_advice(path.parent)}") from exc
     return connection, num_cut
@@ -145,7 +149,7 @@ def _create(path: Path) -> None:
     """Under another name first: a database that has its name is whole, so an empty one is a damaged one."""
     left_over = [other for other in (path.with_name(f"{path.name}-wal"), path.parent / "segments") if other.exists()]
     if left_over:
-        raise _damaged(path, f"it is missing, but {left_over[0].name} is there")
+        raise damaged(path, f"it is missing, but {left_over[0].name} is there")
     new = path.with_name(f"{path.name}.new")
     for name in (new.name, f"{new.name}-wal", f"{new.name}-shm", f"{new.name}-journal"):
         path.with_name(name).unlink(missing_ok=True)
@@ -163,7 +167,30 @@ def _create(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def _damaged(path: Path, why: str) -> ConfigError:
+def note_model(directory: Path, facts: Mapping[str, str]) -> None:
+    """Note the `name` and `tokenizer_hash` of the model that a data directory is first used with."""
+    write_file(directory / MODEL, json.dumps(dict(facts)).encode())
+
+
+def noted_model(directory: Path) -> dict[str, str] | None:
+    """The model that the directory was first used with; None where none is noted."""
+    try:
+        content = (directory / MODEL).read_bytes()
+        if not content.strip(b"\0"):  # the power failed before it was on disk
+            return None
+        facts = json.loads(content)
+        return {name: str(facts[name]) for name in ("name", "tokenizer_hash")}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(
+            f"cannot use the data directory {directory}: {MODEL} is damaged ({exc}); delete this file if you are sure "
+            "that the directory was used with the same model"
+        ) from exc
+
+
+def damaged(path: Path, why: str) -> ConfigError:
+    """Says that the database is, and what to do."""
     return ConfigError(f"the journal {path} is damaged: {why}. {salvage_advice(path.parent)}")
 
 

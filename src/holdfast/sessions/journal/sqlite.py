@@ -7,26 +7,20 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, JournalFailed, StorageUnavailable
 from holdfast.sessions.journal import rows
-from holdfast.sessions.journal.base import (
-    ClosedSession,
-    Entry,
-    ListedSession,
-    Members,
-    SessionPurged,
-    StoredSession,
-    purge,
-)
+from holdfast.sessions.journal.base import Entry, Members, StoredSession, TurnRecorded
+from holdfast.sessions.journal.damage import LaterCheck
+from holdfast.sessions.journal.database import Database, SqliteDatabase
+from holdfast.sessions.journal.database_journal import DatabaseJournal
 from holdfast.sessions.journal.files import is_same_file, make_private
-from holdfast.sessions.journal.recorder import Recorder
-from holdfast.sessions.journal.schema import DirectoryLock, connect, open_database
-from holdfast.sessions.journal.segments import Segments
+from holdfast.sessions.journal.recorder import INLINE_BYTES, Recorder
+from holdfast.sessions.journal.schema import DirectoryLock, connect, damaged, open_database
+from holdfast.sessions.journal.segments import SegmentPosition, Segments
 from holdfast.sessions.journal.writer import JournalWriter
 
 logger = logging.getLogger(__name__)
@@ -34,9 +28,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class SqliteJournal:
-    """`directory` is made where it is missing, and ours alone until `close`. Opening blocks, and checks everything.
+class SqliteJournal(DatabaseJournal):
+    """`directory` is made where it is missing, and ours alone until `close`. Opening blocks.
 
+    A database of up to `max_checked_bytes` is checked for damage when it is opened; a larger one while it is in use, so
+    that its size does not delay the opening. `on_damage` learns in a thread that there is some, `health` says what.
     `on_commit` learns in the writer's thread how long a commit took and how many writes it held.
     """
 
@@ -48,28 +44,34 @@ class SqliteJournal:
         max_queued_bytes: int = 64 * 2**20,
         note_delay_s: float = 0.5,
         recover_s: float = 1.0,
+        max_checked_bytes: int = 64 * 2**20,
         on_commit: Callable[[float, int], None] = lambda seconds, num_writes: None,
+        on_damage: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         self._path = directory / "journal.db"
         self._on_commit = on_commit
-        self._health: str | None = None
+        self._on_damage = on_damage
+        self._damage: str | None = None
+        self._later_check: LaterCheck | None = None
         self._last_number: int | None = None
         self._must_reconnect = False
         with contextlib.ExitStack() as undo:
             self._lock = DirectoryLock(directory)
             undo.callback(self._lock.release)
             make_private(directory)
-            self._connection, self.num_cut_commits = open_database(self._path)
+            self._connection, self.num_cut_commits = open_database(self._path, max_checked_bytes=max_checked_bytes)
             undo.callback(self._connection.close)
             # As long as a second connection is open, SQLite never takes up again what a failed commit left in the log.
             self._reader = connect(self._path)
             undo.callback(self._reader.close)
             self._reading = threading.Lock()
-            self._segments = self._open_segments(max_segment_bytes)
+            self._bodies = self._segments = self._open_segments(max_segment_bytes)
             self._held = self._files_now()
+            if self._path.stat().st_size > max_checked_bytes:
+                self._later_check = LaterCheck(self._path, self._found_damage)
             undo.pop_all()
-        self._recorder = Recorder(self._connection, self._segments)
+        self._recorder = self._new_recorder()
         self._writer = JournalWriter(
             self._commit,
             check=self._check,
@@ -79,34 +81,12 @@ class SqliteJournal:
         )
 
     @property
-    def keeps_bodies(self) -> bool:
-        return True
-
-    @property
     def health(self) -> str | None:
-        return self._health
+        return self._health or self._damage
 
     @property
     def members(self) -> Members | None:
         return None
-
-    @property
-    def last_number(self) -> int:
-        return self._read(lambda db: int(db.execute("SELECT ifnull(max(number), 0) FROM sessions").fetchone()[0]))
-
-    async def write(self, *entries: Entry) -> None:
-        if entries:
-            await self._writer.write(entries)
-
-    def note(self, *entries: Entry) -> None:
-        self._writer.note(entries)
-
-    def load(self) -> Iterator[StoredSession]:
-        for session_id in self._read(rows.open_ids):
-            session = self._read(partial(rows.session_of, session_id=session_id))
-            if session.failure:
-                logger.error("session %s: %s", session_id, session.failure)
-            yield session
 
     async def next_number(self) -> int:
         if self._last_number is None:
@@ -114,49 +94,14 @@ class SqliteJournal:
         self._last_number += 1
         return self._last_number
 
-    async def acquire(self, session_id: str) -> StoredSession:
-        return await self.read_session(session_id)
+    async def acquire(self, session_id: str, owner: str) -> StoredSession:
+        return await self._look(lambda db: rows.open_session_of(db, session_id, owner))
 
     async def release(self, session_ids: Sequence[str]) -> None:
         pass
 
-    async def find_named(self, owner: str, name: str) -> str | None:
-        return await asyncio.to_thread(self._read, lambda db: rows.named(db, owner, name))
-
-    async def list_open(
-        self, owner: str, *, after: int = 0, label: str | None = None, limit: int = 1000
-    ) -> list[ListedSession]:
-        look = partial(rows.listed, owner=owner, after=after, label=label, limit=limit)
-        return await asyncio.to_thread(self._read, look)
-
-    async def count_open(self, owner: str) -> int:
-        return await asyncio.to_thread(self._read, lambda db: rows.num_open(db, owner))
-
     async def rested(self, before: float, limit: int = 1000) -> list[tuple[str, str]]:
-        return await asyncio.to_thread(self._read, lambda db: rows.rested(db, before, limit))
-
-    def closed(self) -> Iterator[ClosedSession]:
-        return iter(self._read(rows.closed_sessions))
-
-    async def read_session(self, session_id: str) -> StoredSession:
-        return await asyncio.to_thread(self._read, lambda db: rows.session_of(db, session_id))
-
-    async def read_request(self, session_id: str, turn: int) -> bytes:
-        return await asyncio.to_thread(self._body, session_id, turn, "request")
-
-    async def read_response(self, session_id: str, turn: int) -> bytes:
-        return await asyncio.to_thread(self._body, session_id, turn, "response")
-
-    def response(self, session_id: str, turn: int) -> bytes:
-        return self._body(session_id, turn, "response")
-
-    def num_bytes_by_owner(self) -> Mapping[str, int]:
-        return self._read(rows.num_bytes_by_owner)
-
-    async def purge(self, before: float) -> int:
-        gone = await asyncio.to_thread(self._read, lambda db: rows.closed_sessions(db, before=before))
-        await purge(self, gone)
-        return len(gone)
+        return await self._look(lambda db: rows.rested(db, before, limit))
 
     async def close(self) -> None:
         if await self._writer.close():
@@ -164,17 +109,12 @@ class SqliteJournal:
 
     # In any thread
 
-    def _body(self, session_id: str, turn: int, which: str) -> bytes:
-        row = self._read(lambda db: rows.body_row(db, session_id, turn, which))
-        return rows.body_of(row, self._segments, f"the {which} of turn {turn} of session {session_id}")
-
-    def _read(self, look: Callable[[sqlite3.Connection], T]) -> T:
-        """What `look` sees, at one moment."""
+    def _read(self, look: Callable[[Database], T]) -> T:
         with self._reading:
             try:
                 self._reader.execute("BEGIN")
                 try:
-                    return look(self._reader)
+                    return look(SqliteDatabase(self._reader))
                 finally:
                     if self._reader.in_transaction:
                         self._reader.execute("ROLLBACK")
@@ -184,17 +124,37 @@ class SqliteJournal:
                 raise StorageUnavailable(f"the journal {self._path} cannot be read: {exc}") from exc
 
     def _open_segments(self, max_segment_bytes: int) -> Segments:
-        ends = self._connection.execute(
-            "SELECT segment, CAST(max(start + length) AS INTEGER) FROM bodies"
-            " WHERE typeof(segment) = 'integer' AND start IS NOT NULL GROUP BY segment"
+        last = (
+            "SELECT CAST(start + length AS INTEGER) FROM bodies"
+            " WHERE segment = ? AND typeof(start) = 'integer' ORDER BY start DESC LIMIT 1"
         )
         try:
-            directory = self.directory / "segments"
-            return Segments(directory, ends=dict(ends.fetchall()), max_segment_bytes=max_segment_bytes)
+            ends = {
+                segment: end
+                for segment in self._used_segments()
+                for (end,) in self._connection.execute(last, (segment,))
+            }
+            return Segments(self.directory / "segments", ends=ends, max_segment_bytes=max_segment_bytes)
+        except sqlite3.DatabaseError as exc:
+            raise damaged(self._path, str(exc)) from exc
         except OSError as exc:
             raise ConfigError(f"cannot use the data directory {self.directory}: {exc}") from exc
 
+    def _used_segments(self) -> Iterator[int]:
+        """By the index on them: one look-up for each segment, however many bodies it holds."""
+        query = "SELECT min(segment) FROM bodies WHERE segment > ? AND typeof(segment) = 'integer'"
+        segment = -1
+        while (segment := self._connection.execute(query, (segment,)).fetchone()[0]) is not None:
+            yield segment
+
+    def _found_damage(self, what: str) -> None:
+        self._damage = str(damaged(self._path, what))
+        logger.error("%s", self._damage)
+        self._on_damage()
+
     def _close(self) -> None:
+        if self._later_check is not None:
+            self._later_check.stop()
         self._segments.close()
         with self._reading:
             self._reader.close()
@@ -228,9 +188,16 @@ class SqliteJournal:
         if self._health is not None:
             return [JournalFailed(f"the turn may not have been recorded: {self._health}")] * len(writes)
         self._on_commit(time.monotonic() - started, len(writes))
-        if any(isinstance(entry, SessionPurged) for entries in writes for entry in entries):
+        if self._recorder.freed:
             self._remove_segments()
+            self._recorder.freed.clear()
         return [None] * len(writes)
+
+    def _new_recorder(self) -> Recorder:
+        def place(entry: TurnRecorded, content: bytes) -> SegmentPosition | None:
+            return self._segments.append(content) if len(content) > INLINE_BYTES else None
+
+        return Recorder(SqliteDatabase(self._connection), place)
 
     def _failed(self, exc: Exception) -> HoldfastError:
         """The error for the caller. Only a failure that would affect other writes too makes the journal unhealthy."""
@@ -260,7 +227,7 @@ class SqliteJournal:
         if self._must_reconnect:
             self._connection.close()
             self._connection = connect(self._path)
-            self._recorder = Recorder(self._connection, self._segments)
+            self._recorder = self._new_recorder()
             self._must_reconnect = False
 
     def _check(self) -> None:
@@ -316,13 +283,12 @@ class SqliteJournal:
                 self._reader.close()
                 self._connection.close()
                 self._connection, self._reader = connect(self._path), connect(self._path)
-            self._recorder = Recorder(self._connection, self._segments)
+            self._recorder = self._new_recorder()
             self._held = self._files_now()
             logger.error("%s was deleted; its content was saved in %s", self._log_path, self._path.name)
 
     def _remove_segments(self) -> None:
-        used = self._connection.execute("SELECT DISTINCT segment FROM bodies WHERE segment IS NOT NULL")
         try:
-            self._segments.remove_unused({row[0] for row in used})
+            self._segments.remove_unused(set(self._used_segments()))
         except OSError as exc:
             logger.warning("unused segment files could not be removed, and stay until the next start: %s", exc)

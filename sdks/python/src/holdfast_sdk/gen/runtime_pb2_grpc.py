@@ -99,6 +99,11 @@ class RuntimeServiceStub:
                 request_serializer=holdfast_dot_v1_dot_runtime__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_runtime__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.GetCluster = channel.unary_unary(
+                '/holdfast.v1.RuntimeService/GetCluster',
+                request_serializer=holdfast_dot_v1_dot_runtime__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_runtime__pb2.GetClusterResponse.FromString,
+                _registered_method=True)
 
 
 class RuntimeServiceServicer:
@@ -196,6 +201,13 @@ class RuntimeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCluster(self, request, context):
+        """The servers that share a journal. A server that shares none is the only one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RuntimeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -263,6 +275,11 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=holdfast_dot_v1_dot_runtime__pb2.CloseSessionRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_runtime__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=holdfast_dot_v1_dot_runtime__pb2.GetClusterRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_runtime__pb2.GetClusterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -616,6 +633,33 @@ class RuntimeService:
             '/holdfast.v1.RuntimeService/CloseSession',
             holdfast_dot_v1_dot_runtime__pb2.CloseSessionRequest.SerializeToString,
             holdfast_dot_v1_dot_runtime__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.RuntimeService/GetCluster',
+            holdfast_dot_v1_dot_runtime__pb2.GetClusterRequest.SerializeToString,
+            holdfast_dot_v1_dot_runtime__pb2.GetClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

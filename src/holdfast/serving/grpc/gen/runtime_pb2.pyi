@@ -432,3 +432,39 @@ class CloseSessionResponse(_message.Message):
     FINAL_HISTORY_LENGTH_FIELD_NUMBER: _ClassVar[int]
     final_history_length: int
     def __init__(self, final_history_length: _Optional[int] = ...) -> None: ...
+
+class GetClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClusterResponse(_message.Message):
+    __slots__ = ("members", "this_member", "is_cluster")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    THIS_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[ClusterMember]
+    this_member: str
+    is_cluster: bool
+    def __init__(self, members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., this_member: _Optional[str] = ..., is_cluster: _Optional[bool] = ...) -> None: ...
+
+class ClusterMember(_message.Message):
+    __slots__ = ("name", "state", "lease_left_seconds", "epoch", "sessions", "room", "version", "http", "grpc")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_LEFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HTTP_FIELD_NUMBER: _ClassVar[int]
+    GRPC_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    lease_left_seconds: float
+    epoch: int
+    sessions: int
+    room: int
+    version: str
+    http: str
+    grpc: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., lease_left_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., sessions: _Optional[int] = ..., room: _Optional[int] = ..., version: _Optional[str] = ..., http: _Optional[str] = ..., grpc: _Optional[str] = ...) -> None: ...

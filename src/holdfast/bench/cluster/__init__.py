@@ -1,0 +1,1 @@
+"""Several servers that share one journal, under faults and under load."""

@@ -1,0 +1,87 @@
+"""What the journal needs of a database, and SQLite as one. Blocks.
+
+Queries are the same for every database: SQL that all of them understand, with numbered parameters (`?1`).
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from holdfast.sessions.record import Stored
+
+_ROWS_AT_ONCE = (32, 16, 8, 4, 2, 1)  # few sizes, so that few statements have to be prepared
+
+
+class Row(Protocol):
+    """Columns by name."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+class Database(Protocol):
+    """One connection, in one thread at a time. Whoever has it begins and ends transactions."""
+
+    def select(self, query: str, *values: object) -> Sequence[Row]: ...
+
+    def execute(self, query: str, *values: object) -> None: ...
+
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
+        """Note of turns, each by session and number, that they were delivered, and flip the bits of `mask` in their
+        sums. How many were changed: those without a reward of which it was not noted before."""
+
+    def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
+        """Rows with all columns of the table, in their order."""
+
+    def next_step(self) -> int:
+        """Spans and turns share one count, so that their order is on record. What is rolled back leaves a gap."""
+
+    def next_body(self) -> int:
+        """The id of a row of `bodies`."""
+
+
+class SqliteDatabase:
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._last_step: int | None = None
+        self._last_body: int | None = None
+
+    def select(self, query: str, *values: object) -> Sequence[Row]:
+        cursor = self._connection.cursor()
+        cursor.row_factory = sqlite3.Row
+        return cursor.execute(query, values).fetchall()
+
+    def execute(self, query: str, *values: object) -> None:
+        self._connection.execute(query, values)
+
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
+        return self._connection.executemany(
+            f"UPDATE turns SET is_delivered = 1, checksum = (checksum | {mask}) - (checksum & {mask})"
+            " WHERE session = ? AND number = ? AND is_delivered = 0 AND reward IS NULL",
+            turns,
+        ).rowcount
+
+    def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
+        """Many rows in one statement: each call into SQLite releases the GIL and has to wait to get it back. With one
+        call for each row, a busy server and its journal would pass it back and forth all the time."""
+        start = 0
+        for size in _ROWS_AT_ONCE:
+            while len(rows) - start >= size:
+                row = f"({', '.join('?' * len(rows[0]))})"
+                values = [value for row_values in rows[start : start + size] for value in row_values]
+                self._connection.execute(f"INSERT INTO {table} VALUES {', '.join([row] * size)}", values)
+                start += size
+
+    def next_step(self) -> int:
+        if self._last_step is None:
+            self._last_step = max(self._highest("step", "spans"), self._highest("step", "turns"))
+        self._last_step += 1
+        return self._last_step
+
+    def next_body(self) -> int:
+        if self._last_body is None:
+            self._last_body = self._highest("id", "bodies")
+        self._last_body += 1
+        return self._last_body
+
+    def _highest(self, column: str, table: str) -> int:
+        return int(self._connection.execute(f"SELECT coalesce(max({column}), 0) FROM {table}").fetchone()[0])

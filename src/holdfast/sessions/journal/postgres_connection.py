@@ -1,0 +1,275 @@
+"""Connections to PostgreSQL: how they are opened, what they raise, and the journal's queries on them. Blocks."""
+
+import re
+import struct
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.adapt import Buffer, Dumper
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import Format
+from psycopg.rows import dict_row
+from psycopg.types.numeric import Int8BinaryDumper
+from psycopg.types.string import StrBinaryDumper, TextLoader
+
+from holdfast.errors import ConfigError
+from holdfast.sessions.journal.database import Row
+from holdfast.sessions.record import Stored
+
+T = TypeVar("T")
+
+LEAST_VERSION = 14
+_BLOCK = 2**16  # steps and bodies that a commit may number with one value of the sequence
+_CONNECT_S = 5
+_ADVICE = (  # what to do about a connection that is refused, by what the message says
+    (r"password authentication failed|no password supplied", "check the user and the password in the URL"),
+    (r"role .* does not exist", "create this role, or name another user in the URL"),
+    (r"database .* does not exist", "create it (CREATE DATABASE), or name another one in the URL"),
+    (r"permission denied|no pg_hba\.conf entry", "allow this user to connect to this database"),
+    (r"too many (clients|connections)|connection slots", "raise max_connections, or stop other clients"),
+    (r"starting up|shutting down|recovery", "wait until the database accepts connections, and start again"),
+    (r"SSL|certificate", "check sslmode and the certificates in the URL"),
+    ("", "check that the database runs and that host and port in the URL are right"),
+)
+
+
+class Connection(psycopg.Connection[dict[str, Any]]):
+    """In autocommit mode: transactions are begun by hand. Raises OperationalError where nothing comes for
+    `silence_s`: a link that is cut may never tell so."""
+
+    silence_s: float = 60.0
+
+    def wait(self, gen: Generator[Any, Any, T], *args: Any, **kwargs: Any) -> T:
+        return super().wait(self._bounded(gen), *args, **kwargs)
+
+    def _bounded(self, gen: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
+        try:
+            state = next(gen)
+            heard_at = time.monotonic()
+            while True:
+                ready = yield state
+                if ready:
+                    heard_at = time.monotonic()
+                elif time.monotonic() - heard_at > self.silence_s:
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError(f"the database did not answer for {self.silence_s:g} seconds")
+                state = gen.send(ready)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+
+class TextDumper(StrBinaryDumper):
+    """PostgreSQL's text holds any character but NUL: that one is written as escape and 0, and escape twice."""
+
+    def dump(self, obj: str) -> Buffer | None:
+        return super().dump(escaped(obj))
+
+
+class UnescapingLoader(TextLoader):
+    def load(self, data: Buffer) -> bytes | str:
+        text = super().load(data)
+        assert isinstance(text, str)
+        if "\x1b" not in text:
+            return text
+        return re.sub("\x1b(.)", lambda found: "\0" if found[1] == "0" else found[1], text, flags=re.DOTALL)
+
+
+class Integers(list[int | None]):
+    pass
+
+
+class Floats(list[float | None]):
+    pass
+
+
+class Texts(list[str | None]):
+    pass
+
+
+class Binaries(list[bytes | None]):
+    pass
+
+
+class ArrayDumper(Dumper):
+    """One column of many rows as an array in PostgreSQL's binary format: a single parameter of a fixed type, so that
+    one prepared statement inserts any number of rows."""
+
+    format = Format.BINARY
+    element: int
+    encode: Callable[[Any], bytes]
+
+    def dump(self, obj: Sequence[Any]) -> Buffer | None:
+        encode, parts = type(self).encode, [b""]
+        for value in obj:
+            if value is None:
+                parts.append(b"\xff\xff\xff\xff")
+            else:
+                data = encode(value)
+                parts.append(len(data).to_bytes(4, "big"))
+                parts.append(data)
+        parts[0] = struct.pack("!iiIii", 1, 1, self.element, len(obj), 1)
+        return b"".join(parts)
+
+
+def escaped(text: str) -> str:
+    if "\0" in text or "\x1b" in text:
+        return text.replace("\x1b", "\x1b\x1b").replace("\0", "\x1b0")
+    return text
+
+
+def _dumper(name: str, element: int, array_oid: int, encode: Callable[[Any], bytes]) -> type[ArrayDumper]:
+    return type(name, (ArrayDumper,), {"element": element, "oid": array_oid, "encode": staticmethod(encode)})
+
+
+_DUMPERS: dict[type, type[Dumper]] = {
+    str: TextDumper,
+    int: Int8BinaryDumper,
+    Integers: _dumper("IntegersDumper", 20, 1016, struct.Struct("!q").pack),
+    Floats: _dumper("FloatsDumper", 701, 1022, struct.Struct("!d").pack),
+    Texts: _dumper("TextsDumper", 25, 1009, lambda text: escaped(text).encode()),
+    Binaries: _dumper("BinariesDumper", 17, 1001, bytes),
+}
+# The types of the columns of each table, in their order.
+_COLUMNS: dict[str, tuple[type[list[Any]], ...]] = {
+    "sessions": (
+        *(Texts, Integers, Texts, Texts, Texts, Texts, Texts, Integers, Texts, Floats, Texts, Integers),
+        *(Integers, Floats, Texts, Floats, Binaries, Floats, Texts, Texts),
+    ),
+    "spans": (Integers, Texts, Texts, Integers, Binaries, Binaries, Binaries, Texts, Integers),
+    "bodies": (Integers, Texts, Integers, Integers, Integers, Binaries),
+    "turns": (
+        *(Texts, Integers, Integers, Binaries, Binaries, Binaries, Binaries, Binaries, Binaries, Binaries),
+        *(Texts, Binaries, Texts, Binaries, Integers, Integers, Integers, Integers, Integers, Floats, Integers),
+    ),
+}
+_TYPES = {Integers: "bigint[]", Floats: "float8[]", Texts: "text[]", Binaries: "bytea[]"}
+
+
+class PostgresDatabase:
+    """The journal's queries on a connection. `begin_commit` must be called before rows are numbered."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._next_step = self._next_body = 0
+
+    def begin_commit(self, base: int) -> None:
+        """`base`: a value of the sequence, for this commit alone."""
+        self._next_step = self._next_body = base * _BLOCK
+
+    def select(self, query: str, *values: object) -> Sequence[Row]:
+        return self._connection.execute(numbered(query), values).fetchall()
+
+    def execute(self, query: str, *values: object) -> None:
+        self._connection.execute(numbered(query), values)
+
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
+        changed = self._connection.execute(
+            "UPDATE turns SET is_delivered = 1, checksum = checksum # $3"
+            " FROM unnest($1::text[], $2::bigint[]) AS delivered (in_session, turn)"
+            " WHERE session = in_session AND number = turn AND is_delivered = 0 AND reward IS NULL RETURNING 1",
+            [Texts(session for session, _ in turns), Integers(number for _, number in turns), mask],
+        )
+        return len(changed.fetchall())
+
+    def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
+        columns = [kind(values) for kind, values in zip(_COLUMNS[table], zip(*rows, strict=True), strict=True)]
+        self._connection.execute(_insertion(table), columns)
+
+    def next_step(self) -> int:
+        self._next_step = self._after(self._next_step)
+        return self._next_step
+
+    def next_body(self) -> int:
+        self._next_body = self._after(self._next_body)
+        return self._next_body
+
+    def _after(self, number: int) -> int:
+        if (number + 1) % _BLOCK:
+            return number + 1
+        return int(self.select("SELECT nextval('steps') AS base")[0]["base"]) * _BLOCK
+
+
+@cache
+def numbered(query: str) -> bytes:
+    """The query with parameters as PostgreSQL writes them."""
+    return query.replace("?", "$").encode()
+
+
+@cache
+def _insertion(table: str) -> bytes:
+    arrays = (f"${index}::{_TYPES[kind]}" for index, kind in enumerate(_COLUMNS[table], start=1))
+    return f"INSERT INTO {table} SELECT * FROM unnest({', '.join(arrays)})".encode()
+
+
+def connect(url: str, *, silence_s: float = 60.0, idle_s: float = 60.0) -> Connection:
+    """A connection whose transactions the server rolls back where nothing comes from us for `idle_s`.
+
+    Raises psycopg.OperationalError.
+    """
+    defaults = {
+        "connect_timeout": _CONNECT_S,
+        "application_name": "holdfast",
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": int(1000 * silence_s),
+    }
+    given = conninfo_to_dict(url)
+    connection = Connection.connect(
+        url,
+        autocommit=True,
+        cursor_factory=psycopg.RawCursor,
+        prepare_threshold=1,
+        row_factory=dict_row,
+        **{name: value for name, value in defaults.items() if name not in given},  # type: ignore[arg-type]
+    )
+    try:
+        connection.silence_s = silence_s
+        for kind, dumper in _DUMPERS.items():
+            connection.adapters.register_dumper(kind, dumper)
+        connection.adapters.register_loader("text", UnescapingLoader)
+        connection.execute(
+            "SELECT set_config('idle_in_transaction_session_timeout', $1, false),"
+            " CASE WHEN current_setting('synchronous_commit') = 'off'"
+            " THEN set_config('synchronous_commit', 'on', false) END,"
+            " (SELECT set_config(name, 'lz4', false) FROM pg_settings"
+            " WHERE name = 'default_toast_compression' AND 'lz4' = ANY (enumvals))",
+            [str(int(1000 * idle_s))],
+        )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def place_of(url: str) -> str:
+    """The database that a URL names, without the password. Raises ConfigError where it is none."""
+    try:
+        given = conninfo_to_dict(url)
+    except psycopg.ProgrammingError as exc:
+        raise ConfigError(
+            f"--journal is not a URL of a PostgreSQL database ({one_line(exc)}); "
+            "write it as postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+        ) from exc
+    port = f":{given['port']}" if given.get("port") else ""
+    return f"{given.get('host') or 'localhost'}{port}/{given.get('dbname') or given.get('user') or ''}"
+
+
+def cannot_connect(place: str, exc: psycopg.Error) -> ConfigError:
+    """The error for someone who starts a server: what is wrong, and what to do."""
+    message = one_line(exc)
+    advice = next(advice for pattern, advice in _ADVICE if re.search(pattern, message))
+    return ConfigError(f"cannot connect to the database {place}: {message}; {advice}")
+
+
+def one_line(exc: BaseException) -> str:
+    """The message of the server or the client, without where it was seen."""
+    first = (str(exc) or type(exc).__name__).strip().splitlines()[-1 if "Multiple connection" in str(exc) else 0]
+    return re.sub(r"^(connection failed: )?(connection to server at .*? failed: )?(FATAL:\s+)?", "", first).rstrip(".")
+
+
+def is_lost(connection: Connection) -> bool:
+    return connection.closed or connection.broken
