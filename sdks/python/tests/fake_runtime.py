@@ -69,7 +69,7 @@ class FakeRuntime(RuntimeServiceServicer):
             "room": 3,
             "version": "1",
         }
-        here = pb.ClusterMember(name="a", lease_left_seconds=7.5, http="h:1", grpc="g:1", **member)
+        here = pb.ClusterMember(name="a", lease_left_seconds=7.5, version="1", http="h:1", grpc="g:1", **facts)
         return pb.GetClusterResponse(members=[here, pb.ClusterMember(name="b")], this_member="a", is_cluster=True)
 
     async def AppendTokens(self, request: Any, context: Context) -> pb.AppendTokensResponse:
