@@ -28,7 +28,7 @@ from holdfast.serving.http.server import HttpServer, create_http_server
 from holdfast.serving.http.web_pages import read_origins
 from holdfast.serving.keys import Keys, check_bind, read_keys
 from holdfast.serving.running_calls import RunningCalls
-from holdfast.serving.storage import Storage, member_name, open_storage
+from holdfast.serving.storage import Storage, open_storage
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.journal.base import MemberState
 from holdfast.sessions.ports import ServedBackend
@@ -180,7 +180,6 @@ async def _endpoints(
             stack.push_async_callback(http.close)
         member = new_member(
             config,
-            cluster.name if cluster else member_name(config),
             http_port=http.peer_port if http else None,
             grpc_port=grpc_server.peer_port,
             room=runtime.num_free_slabs,

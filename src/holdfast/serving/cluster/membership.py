@@ -298,8 +298,12 @@ class Cluster:
             peer.member, peer.room = member, member.room
 
 
-def new_member(config: ServeConfig, name: str, *, http_port: int | None, grpc_port: int, room: int) -> Member:
-    """This server as a member; the ports are those on which others reach it."""
+def new_member(config: ServeConfig, *, http_port: int | None, grpc_port: int, room: int) -> Member:
+    """This server as a member; the ports are those on which others reach it.
+
+    A name that nobody gave is the same after a restart on the same ports: the server has its sessions back at once.
+    """
+    name = config.member or f"{socket.gethostname()}:{grpc_port if http_port is None else http_port}"
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"member must be 1 to 128 letters, digits, dots, colons, hyphens or underscores, got {name!r}"
