@@ -62,13 +62,7 @@ class FakeRuntime(RuntimeServiceServicer):
         )
 
     async def GetCluster(self, request: Any, context: Context) -> pb.GetClusterResponse:
-        member: dict[str, Any] = {
-            "state": "serving",
-            "epoch": 2,
-            "sessions": len(self.sessions),
-            "room": 3,
-            "version": "1",
-        }
+        facts: dict[str, Any] = {"state": "serving", "epoch": 2, "sessions": len(self.sessions), "room": 3}
         here = pb.ClusterMember(name="a", lease_left_seconds=7.5, version="1", http="h:1", grpc="g:1", **facts)
         return pb.GetClusterResponse(members=[here, pb.ClusterMember(name="b")], this_member="a", is_cluster=True)
 
