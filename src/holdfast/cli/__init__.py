@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from holdfast import __version__
-from holdfast.cli import bench, chat, cluster, doctor, models, run, samples, serve, sessions, usage
+from holdfast.cli import bench, chat, cluster, doctor, journal, models, run, samples, serve, sessions, usage
 from holdfast.errors import HoldfastError, InvalidArgument
 
-_COMMANDS = (serve, run, chat, sessions, samples, models, cluster, bench, doctor)
+_COMMANDS = (serve, run, chat, sessions, samples, journal, models, cluster, bench, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

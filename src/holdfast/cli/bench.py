@@ -18,6 +18,7 @@ from holdfast.bench import (
     quality,
     recovery,
     responsiveness,
+    resting,
     speculation,
 )
 from holdfast.bench.cluster import scale
@@ -36,6 +37,7 @@ SCENARIOS = (
     cluster.SCENARIO,
     scale.SCENARIO,
     capacity.SCENARIO,
+    resting.SCENARIO,
     quality.scenario(build_engine),
     engine_speed.DECODE,
     engine_speed.PREFILL,

@@ -2,7 +2,6 @@
 belong to the model that is served."""
 
 import contextlib
-import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ from holdfast.extras import how_to_install
 from holdfast.metrics import Metrics
 from holdfast.sessions.journal.base import Journal, NoJournal
 from holdfast.sessions.journal.blobs import open_blobs
-from holdfast.sessions.journal.files import write_file
-from holdfast.sessions.journal.schema import room_advice, salvage_advice
+from holdfast.sessions.journal.schema import MODEL, note_model, noted_model, room_advice, salvage_advice
 from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.ports import ModelInfo
@@ -24,7 +22,6 @@ from holdfast.sessions.ports import ModelInfo
 logger = logging.getLogger(__name__)
 
 _MB = 1024 * 1024
-_MODEL = "model.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +41,11 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     if not config.data_dir:
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
             tier = open_tier(config.snapshots, Path(folder), budget_bytes=0)
-            journal = _postgres(config, metrics, model) if config.journal else NoJournal()
+            journal: Journal = _postgres(config, metrics, model) if config.journal else NoJournal()
             yield Storage(journal, SnapshotStore(tier, memory_budget_bytes=memory))
         return
     directory = Path(config.data_dir).expanduser()
-    noted = _noted_model(directory)
+    noted = noted_model(directory)
     if noted and model.tokenizer_hash and noted["tokenizer_hash"] != model.tokenizer_hash:
         raise ConfigError(
             f"the data directory {directory} was used with {noted['name']!r}, which has another tokenizer than "
@@ -63,8 +60,8 @@ def open_storage(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Ite
     try:
         if noted is None and model.tokenizer_hash:
             if journal.last_number:
-                logger.warning("%s has no %s: its sessions are taken for those of %s", directory, _MODEL, model.name)
-            write_file(directory / _MODEL, json.dumps(_facts(model)).encode())
+                logger.warning("%s has no %s: its sessions are taken for those of %s", directory, MODEL, model.name)
+            note_model(directory, _facts(model))
         tier = open_tier(config.snapshots, directory / "snapshots", budget_bytes=config.snapshot_disk_mb * _MB)
     except OSError as exc:
         raise ConfigError(f"cannot use the data directory {directory}: {exc}. {room_advice(directory)}") from exc
@@ -90,20 +87,3 @@ def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journa
 
 def _facts(model: ModelInfo) -> dict[str, str]:
     return {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
-
-
-def _noted_model(directory: Path) -> dict[str, str] | None:
-    """The model that the directory was first used with; None where none is noted."""
-    try:
-        content = (directory / _MODEL).read_bytes()
-        if not content.strip(b"\0"):  # the power failed before it was on disk
-            return None
-        facts = json.loads(content)
-        return {name: str(facts[name]) for name in ("name", "tokenizer_hash")}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(
-            f"cannot use the data directory {directory}: {_MODEL} is damaged ({exc}); delete this file if you are sure "
-            "that the directory was used with the same model"
-        ) from exc

@@ -49,6 +49,7 @@ class SessionOpened:
     pin_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     forked_from: ForkedFrom | None = None
+    copies_turns: bool = True  # from `forked_from`; False: they are written as those of any session
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,14 @@ class HistoryRewound:
 
 @dataclass(frozen=True, slots=True)
 class TurnRecorded:
-    """A chat turn with its bodies. `turn` must not change before it is on disk."""
+    """A chat turn with its bodies. `turn` must not change before it is on disk.
+
+    `origin` is the session and number of a turn with the same bodies: where that is on record they are shared.
+    """
 
     session_id: str
     turn: TurnRecord
+    origin: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,7 @@ class SessionRested:
 
     session_id: str
     at: float
-    summary: SessionSummary
+    summary: SessionSummary | None  # None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +352,12 @@ class Journal(Protocol):
     ) -> list[ListedSession]:
         """The owner's open sessions by number, from the one after number `after` on, at most `limit`."""
 
+    async def list_all(self, *, after: tuple[int, str] = (0, ""), limit: int = 1000) -> list[ListedSession]:
+        """All sessions, open and closed, by number and id, from the one after these on, at most `limit`."""
+
+    async def count_all(self) -> int:
+        """How many sessions are on record, open and closed."""
+
     async def count_open(self, owner: str) -> int:
         """How many open sessions the owner has."""
 
@@ -415,6 +426,12 @@ class NoJournal:
         self, owner: str, *, after: int = 0, label: str | None = None, limit: int = 1000
     ) -> list[ListedSession]:
         return []
+
+    async def list_all(self, *, after: tuple[int, str] = (0, ""), limit: int = 1000) -> list[ListedSession]:
+        return []
+
+    async def count_all(self) -> int:
+        return 0
 
     async def count_open(self, owner: str) -> int:
         return 0

@@ -11,13 +11,15 @@ logger = logging.getLogger(__name__)
 _TABLES = ("sessions", "spans", "bodies", "turns")
 
 
-def damage_of(connection: sqlite3.Connection, table: str = "1") -> str | None:
+def damage_of(connection: sqlite3.Connection, table: str = "1", *, with_indexes: bool = False) -> str | None:
     """What SQLite finds wrong with the pages of a table, or of the whole database; None where nothing is. Reads it all.
+    `with_indexes` also compares the indexes with the rows, which takes longer.
 
     Whether the rows on them are what was written is told by their sums.
     """
     try:
-        first = connection.execute(f"PRAGMA quick_check({table})").fetchone()[0]
+        pragma = "integrity_check" if with_indexes else "quick_check"
+        first = connection.execute(f"PRAGMA {pragma}({table})").fetchone()[0]
     except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:
         if isinstance(exc, sqlite3.OperationalError):
             raise

@@ -64,6 +64,12 @@ class DatabaseJournal:
     ) -> list[ListedSession]:
         return await self._look(partial(rows.listed, owner=owner, after=after, label=label, limit=limit))
 
+    async def list_all(self, *, after: tuple[int, str] = (0, ""), limit: int = 1000) -> list[ListedSession]:
+        return await self._look(lambda db: rows.all_listed(db, after, limit))
+
+    async def count_all(self) -> int:
+        return await self._look(rows.num_sessions)
+
     async def count_open(self, owner: str) -> int:
         return await self._look(lambda db: rows.num_open(db, owner))
 

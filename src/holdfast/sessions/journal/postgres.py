@@ -146,7 +146,9 @@ class PostgresJournal(DatabaseJournal):
         if self._blobs is None:
             return await super().write(*entries)
         stored = [
-            await asyncio.to_thread(self._store_bodies, entry) if isinstance(entry, TurnRecorded) else entry
+            await asyncio.to_thread(self._store_bodies, entry)
+            if isinstance(entry, TurnRecorded) and entry.origin is None  # otherwise they are mostly on record already
+            else entry
             for entry in entries
         ]
         try:
@@ -427,7 +429,7 @@ class PostgresJournal(DatabaseJournal):
                 except OSError as exc:
                     self._delete_blobs(list(keys.values()))
                     raise JournalFailed(f"the turn was not recorded: cannot write to the blobs: {exc}") from exc
-        return StoredTurn(entry.session_id, entry.turn, keys) if keys else entry
+        return StoredTurn(entry.session_id, entry.turn, entry.origin, keys) if keys else entry
 
     def _delete_blobs(self, keys: Sequence[str]) -> None:
         if keys and self._blobs is not None:
@@ -462,5 +464,5 @@ def _sources(writes: Sequence[Sequence[Entry]]) -> set[str]:
         entry.forked_from.session_id
         for entries in writes
         for entry in entries
-        if isinstance(entry, SessionOpened) and entry.forked_from and entry.forked_from.turns
+        if isinstance(entry, SessionOpened) and entry.forked_from and entry.forked_from.turns and entry.copies_turns
     }

@@ -77,9 +77,8 @@ class Recorder:
             case HistoryRewound():
                 self._span(entry.session_id, "rewound", length=entry.length)
             case TurnRecorded():
-                turn = entry.turn
-                bodies = {name: self._body(entry, getattr(turn, name) or b"") for name in ("request", "response")}
-                self._turn(entry.session_id, to_stored(turn) | bodies)
+                bodies = {name: self._body_of(entry, name) for name in ("request", "response")}
+                self._turn(entry.session_id, to_stored(entry.turn) | bodies)
             case TurnDelivered():
                 self._delivered.append((entry.session_id, entry.number))
             case Rewarded():
@@ -128,7 +127,7 @@ class Recorder:
         state = (entry.sink, None, None, None)
         values = (*fields, row_checksum(fields, state), *state, None, None, entry.name or None, self.member)
         self._db.insert("sessions", [values])
-        if entry.forked_from:
+        if entry.forked_from and entry.copies_turns:
             self.flush()
             self._copy_turns(entry.forked_from, entry.session_id)
 
@@ -166,6 +165,19 @@ class Recorder:
     ) -> None:
         fields = (self._db.next_step(), session_id, kind, length, tokens, logprobs, sampling_logprobs, stop_reason)
         self._rows.add("spans", *fields, row_checksum(fields))
+
+    def _body_of(self, entry: TurnRecorded, which: str) -> int:
+        """The id of a turn's body, which another turn may have brought already."""
+        content: bytes = getattr(entry.turn, which) or b""
+        if entry.origin is not None:
+            self.flush()
+            query = (
+                f"SELECT bodies.id FROM turns JOIN bodies ON bodies.id = turns.{which}"
+                " WHERE session = ?1 AND number = ?2 AND bodies.length = ?3 AND bodies.checksum = ?4"
+            )
+            for row in self._db.select(query, *entry.origin, len(content), checksum_of(content)):
+                return int(row["id"])
+        return self._body(entry, content)
 
     def _body(self, entry: TurnRecorded, content: bytes) -> int:
         """The id of the row that has the bytes, or says where they are."""

@@ -119,17 +119,34 @@ def named(db: Database, owner: str, name: str) -> str | None:
     return next((row["id"] for row in db.select(query, owner, name)), None)
 
 
+_LISTED = (
+    "SELECT *, (SELECT max(step) FROM spans WHERE session = id) AS last_span,"
+    " (SELECT step FROM turns WHERE session = id ORDER BY number DESC LIMIT 1) AS last_turn FROM sessions"
+)
+
+
 def listed(db: Database, owner: str, *, after: int, label: str | None, limit: int) -> list[ListedSession]:
     query = (
-        "SELECT *, (SELECT max(step) FROM spans WHERE session = id) AS last_span,"
-        " (SELECT step FROM turns WHERE session = id ORDER BY number DESC LIMIT 1) AS last_turn FROM sessions"
-        " WHERE owner = ?1 AND number > ?2 AND closed_at IS NULL AND (CAST(?3 AS TEXT) IS NULL OR label = ?3)"
+        f"{_LISTED} WHERE owner = ?1 AND number > ?2 AND closed_at IS NULL"
+        " AND (CAST(?3 AS TEXT) IS NULL OR label = ?3)"
         " ORDER BY number LIMIT ?4"
     )
     return [
         ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"], row["member"] or "")
         for row in db.select(query, owner, after, label, limit)
     ]
+
+
+def all_listed(db: Database, after: tuple[int, str], limit: int) -> list[ListedSession]:
+    query = f"{_LISTED} WHERE number >= ?1 AND (number > ?1 OR id > ?2) ORDER BY number, id LIMIT ?3"
+    return [
+        ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"])
+        for row in db.select(query, *after, limit)
+    ]
+
+
+def num_sessions(db: Database) -> int:
+    return int(db.select("SELECT count(*) AS num FROM sessions")[0]["num"])
 
 
 def summary_of(row: Row) -> SessionSummary | None:

@@ -1,20 +1,22 @@
 """The database: its tables, its migrations, how it is opened, and how much of its log a crash has damaged. Blocks."""
 
 import fcntl
+import json
 import logging
 import os
 import shutil
 import sqlite3
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
 from holdfast.sessions.journal.damage import damage_of
-from holdfast.sessions.journal.files import is_same_file, make_directory, open_private, sync, sync_directory
+from holdfast.sessions.journal.files import is_same_file, make_directory, open_private, sync, sync_directory, write_file
 
 logger = logging.getLogger(__name__)
 
+MODEL = "model.json"
 MAGIC = b"SQLite format 3\0"
 
 # What takes back half of a statement is needed by this process alone: it stays in memory.
@@ -163,6 +165,28 @@ def _create(path: Path) -> None:
         os.close(file)
     os.replace(new, path)
     sync_directory(path.parent)
+
+
+def note_model(directory: Path, facts: Mapping[str, str]) -> None:
+    """Note the `name` and `tokenizer_hash` of the model that a data directory is first used with."""
+    write_file(directory / MODEL, json.dumps(dict(facts)).encode())
+
+
+def noted_model(directory: Path) -> dict[str, str] | None:
+    """The model that the directory was first used with; None where none is noted."""
+    try:
+        content = (directory / MODEL).read_bytes()
+        if not content.strip(b"\0"):  # the power failed before it was on disk
+            return None
+        facts = json.loads(content)
+        return {name: str(facts[name]) for name in ("name", "tokenizer_hash")}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(
+            f"cannot use the data directory {directory}: {MODEL} is damaged ({exc}); delete this file if you are sure "
+            "that the directory was used with the same model"
+        ) from exc
 
 
 def damaged(path: Path, why: str) -> ConfigError:

@@ -32,8 +32,8 @@ class SqliteJournal(DatabaseJournal):
     """`directory` is made where it is missing, and ours alone until `close`. Opening blocks.
 
     A database of up to `max_checked_bytes` is checked for damage when it is opened; a larger one while it is in use, so
-    that opening takes no longer the larger it is. `on_damage` learns in a thread that there is some; `health` says
-    what. `on_commit` learns in the writer's thread how long a commit took and how many writes it held.
+    that its size does not delay the opening. `on_damage` learns in a thread that there is some, `health` says what.
+    `on_commit` learns in the writer's thread how long a commit took and how many writes it held.
     """
 
     def __init__(
