@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NUM_READERS = 4
-_PREPARE_S = 600.0  # for creating or migrating tables, or for another server that does so
 _READ_S = 60.0  # without a sign of the database, after which a read fails
 _RESOLVE_S = 2.0  # for finding out what became of a commit whose answer was lost
 _OWN_ROW = (
@@ -116,7 +115,7 @@ class PostgresJournal(DatabaseJournal):
         self._bodies = BlobReader(blobs)
         self._on_commit = on_commit
         try:
-            connection = connect(url, lease_s=_PREPARE_S)
+            connection = connect(url)
         except psycopg.Error as exc:
             raise cannot_connect(self.place, exc) from exc
         with contextlib.closing(connection):

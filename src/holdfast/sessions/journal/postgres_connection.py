@@ -213,7 +213,7 @@ def _insertion(table: str) -> bytes:
     return f"INSERT INTO {table} SELECT * FROM unnest({', '.join(arrays)})".encode()
 
 
-def connect(url: str, *, name: str = "", lease_s: float = 60.0) -> Connection:
+def connect(url: str, *, name: str = "", lease_s: float = 600.0) -> Connection:
     """A connection for the member of that name, if any. Raises psycopg.OperationalError.
 
     The server rolls back its transactions where nothing comes from us for half a lease, and a lock that it has to wait
