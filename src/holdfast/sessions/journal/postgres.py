@@ -282,7 +282,8 @@ class PostgresJournal(DatabaseJournal):
             if has_lost and was_connected and not xid and not isinstance(exc, DatabaseSilent):
                 # Nothing is written, and a new connection may work.
                 return self._commit(writes)
-            if len(writes) > 1 and not has_lost and not isinstance(exc, JournalFailed):
+            is_everyones = has_lost or isinstance(exc, (JournalFailed, psycopg.errors.LockNotAvailable))
+            if len(writes) > 1 and not is_everyones:
                 return [outcome for write in writes for outcome in self._commit([write])]
             failed: JournalFailed | None = self._failed(exc)
             if has_lost and xid:
