@@ -194,7 +194,7 @@ class Residence:
 
     async def _written(self, session: Session) -> None:
         """What others write of the session is on record: only then it may be read again."""
-        while session.num_writes:
+        while session.num_writes:  # noqa: ASYNC110 - seldom, and for a moment
             await asyncio.sleep(_LOOK_S)
 
     async def _free(self, session: Session) -> None:
