@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.store import LocalStore, MemoryStore
@@ -17,6 +18,9 @@ from obstore.store import LocalStore, MemoryStore
 from holdfast.errors import ConfigError, InvalidArgument
 from holdfast.sessions.journal.blobs import BlobStore, DirectoryBlobs, ObjectBlobs, open_blobs
 from holdfast.sessions.journal.snapshots import SharedSnapshots, SnapshotStore
+from tests.postgres import fresh_database
+from tests.serving import default_chat, serving, wordy_engine
+from tests.talking import chat_path, client_of, open_session, said, until
 
 KEYS = [f"{random.Random(number).getrandbits(128):032x}" for number in range(20)]
 
@@ -232,3 +236,19 @@ def test_a_shared_store_that_is_away_or_hangs_is_a_miss_and_is_left_alone_for_a_
     (record,) = caplog.records
     assert "shared snapshots are not used for 30 s" in record.message
     assert ("no answer within 0.05 s" if hangs else "it is away") in record.message
+
+
+@pytest.mark.parametrize("history", ["strict", "forest"])
+async def test_a_member_that_drains_leaves_its_snapshots_to_the_next_owner(tmp_path: Path, history: str) -> None:
+    with fresh_database() as url:
+        options: dict[str, Any] = {"journal": url, "snapshots": str(tmp_path), "max_parked": 10}
+        async with serving(wordy_engine(), default_chat(), member="a", **options) as first, client_of(first) as client:
+            session = await open_session(client, history=history)
+            reply = (await client.post(chat_path(session), json=said("a"))).json()["choices"][0]["message"]["content"]
+        assert any(path.is_file() for path in tmp_path.rglob(f"{session}*"))
+        async with serving(wordy_engine(), default_chat(), member="b", **options) as other, client_of(other) as client:
+            more = await client.post(chat_path(session), json=said("a", reply, "b"))
+            assert more.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            assert other.metrics.session_woken.labels("snapshot")._value.get() == 1
+            assert (await client.delete(f"/sessions/{session}")).status_code == 204
+            await until(lambda: not any(path.is_file() for path in tmp_path.rglob(f"{session}*")))
