@@ -238,6 +238,10 @@ def test_a_shared_store_that_is_away_or_hangs_is_a_miss_and_is_left_alone_for_a_
     assert ("no answer within 0.05 s" if hangs else "it is away") in record.message
 
 
+def num_files(directory: Path, name: str) -> int:
+    return sum(path.is_file() for path in directory.rglob(f"{name}*"))
+
+
 @pytest.mark.parametrize("history", ["strict", "forest"])
 async def test_a_member_that_drains_leaves_its_snapshots_to_the_next_owner(tmp_path: Path, history: str) -> None:
     with fresh_database() as url:
@@ -245,10 +249,10 @@ async def test_a_member_that_drains_leaves_its_snapshots_to_the_next_owner(tmp_p
         async with serving(wordy_engine(), default_chat(), member="a", **options) as first, client_of(first) as client:
             session = await open_session(client, history=history)
             reply = (await client.post(chat_path(session), json=said("a"))).json()["choices"][0]["message"]["content"]
-        assert any(path.is_file() for path in tmp_path.rglob(f"{session}*"))
+        assert num_files(tmp_path, session) == 1
         async with serving(wordy_engine(), default_chat(), member="b", **options) as other, client_of(other) as client:
             more = await client.post(chat_path(session), json=said("a", reply, "b"))
             assert more.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
             assert other.metrics.session_woken.labels("snapshot")._value.get() == 1
             assert (await client.delete(f"/sessions/{session}")).status_code == 204
-            await until(lambda: not any(path.is_file() for path in tmp_path.rglob(f"{session}*")))
+            await until(lambda: num_files(tmp_path, session) == 0)
