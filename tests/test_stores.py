@@ -16,7 +16,7 @@ import pytest
 from obstore.store import LocalStore, MemoryStore
 
 from holdfast.errors import ConfigError, InvalidArgument
-from holdfast.sessions.journal.blobs import BlobStore, DirectoryBlobs, ObjectBlobs, open_blobs
+from holdfast.sessions.journal.blobs import BlobStore, DirectoryBlobs, ObjectBlobs, open_blobs, usable_blobs
 from holdfast.sessions.journal.snapshots import SharedSnapshots, SnapshotStore
 from tests.postgres import fresh_database
 from tests.serving import default_chat, serving, wordy_engine
@@ -134,6 +134,13 @@ def test_a_store_that_is_away_is_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(OSError, match=r"127\.0\.0\.1:1") as caught:
         open_blobs("s3://bucket/path").get(KEYS[0])
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"cannot use s3://bucket/path: .*127\.0\.0\.1:1"):
+        usable_blobs("s3://bucket/path")
+
+
+def test_a_store_that_works_is_left_as_it_was(tmp_path: Path) -> None:
+    usable_blobs(str(tmp_path))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 # Snapshots
