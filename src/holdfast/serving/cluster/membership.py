@@ -155,13 +155,17 @@ class Cluster:
         """Something was refused as of a dead member: find out now whether this one is."""
         self._wake.set()
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why others may take this member for dead; None where they may not."""
+        if time.monotonic() < self._members.lease_ends_at:
+            return None
+        return f"the lease of member {self.name} has expired, because the database could not be reached in time"
+
     def check_lease(self) -> None:
         """Raises NotServing where others may take this member for dead."""
-        if time.monotonic() >= self._members.lease_ends_at:
-            raise NotServing(
-                f"the lease of member {self.name} has expired, because it could not reach the database in time; "
-                "send the request to another member, or again"
-            )
+        if reason := self.not_ready:
+            raise NotServing(f"{reason}; send the request to another member, or again")
 
     async def begin_draining(self) -> bool:
         """Others give this member no new sessions; its requests are forwarded from now on. False where it is fenced."""
