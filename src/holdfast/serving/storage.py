@@ -82,6 +82,7 @@ def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journa
         model=_facts(model) if model.tokenizer_hash else None,
         on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds),
         on_renewed=metrics.member_renew.observe,
+        on_takeover=metrics.cluster_takeovers.inc,
     )
 
 
