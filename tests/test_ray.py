@@ -21,14 +21,17 @@ SERVE = ["--", "--insecure", "--sessions", "2", "--recent", "64", "--max-pin", "
 
 
 @pytest.fixture(scope="module")
-def journal() -> str:
-    return "postgresql://localhost/nothing"
+def journal() -> Iterator[str]:
+    from tests.postgres import fresh_database
+
+    with fresh_database() as url:
+        yield url
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ray")  # of a short name: sockets are below it
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # or it writes one to $HOME
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # without it Ray writes one to the home directory
     ray.init(
         num_cpus=4,
         namespace="tide",
@@ -39,7 +42,7 @@ def cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-    del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
+    del os.environ["RAY_AUTH_TOKEN"]
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -54,12 +57,15 @@ def _up(journal: str, members: int, *more: str) -> int:
 def _status(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     capsys.readouterr()
     assert _command("status", "--json", "--insecure") == 0
-    found: dict[str, dict[str, Any]] = json.loads(capsys.readouterr().out)["ray"]
+    told = json.loads(capsys.readouterr().out)
+    found: dict[str, dict[str, Any]] = told["ray"]
+    serving = {name for name, member in found.items() if member and member["http"]}
+    assert serving <= {member["name"] for member in told["cluster"].get("members", ())}
     return found
 
 
 def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 90
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.1)
