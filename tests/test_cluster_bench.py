@@ -1,8 +1,13 @@
 """`holdfast bench cluster`: what the history checker finds, and a real cluster under every kind of fault."""
 
+import asyncio
 import dataclasses
+import threading
+import time
+from array import array
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,8 +15,15 @@ from holdfast.bench.agents import Token
 from holdfast.bench.cluster.clients import split_turns
 from holdfast.bench.cluster.faults import KINDS, FaultKind, FaultRun, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
-from holdfast.bench.cluster.scenario import ClusterRun, ClusterSettings, judge, record_run, unanswered
+from holdfast.bench.cluster.postgres import PostgresProcess
+from holdfast.bench.cluster.scenario import ClusterRun, ClusterSettings, judge, record_run, run_cluster, unanswered
 from holdfast.bench.report import Results
+from holdfast.bench.upstreams import PromptedUpstream
+from holdfast.errors import Fenced
+from holdfast.sessions.journal import postgres
+from holdfast.sessions.journal.base import Journal, Member, SessionOpened, StoredSession, TokensGiven
+from holdfast.sessions.journal.postgres import PostgresJournal
+from tests.postgres import execute, fresh_database
 
 # The history checker: a session of three turns by one client, the second of which was sent twice
 
@@ -168,3 +180,118 @@ def test_a_history_of_tokens_is_split_into_its_turns() -> None:
     turns = split_turns([*blocks[0], *sampled, *blocks[1], *blocks[0], *sampled[:1]], 10)
     assert [(one.position, one.turn[:7]) for one in turns] == [(10, "100-101"), (20, "200-201"), (28, "100-101")]
     assert turns[0].contents[0].endswith("107 3:-0.5:-0.25 4:-1.0:-1.0")
+
+
+# The real thing: two members, a database, links, and every kind of fault
+
+
+async def test_a_cluster_under_every_kind_of_fault_has_all_that_it_acknowledged() -> None:
+    settings = ClusterSettings(
+        faults=len(KINDS), members=2, lease_s=1.0, patience_s=1.0, chats=4, token_sessions=2, turns=12
+    )
+    results = Results("cluster", "", dataclasses.asdict(settings))
+    async with PromptedUpstream(delay_s=0.001) as upstream:
+        with PostgresProcess(fsync="off") as database:
+            flags = ["--backend", "sglang", "--upstream", upstream.url]
+            run = await run_cluster(settings, database, flags, results)
+    verdict = run.verdict
+    assert (verdict.problems, run.stuck) == ([], [])
+    assert verdict.num_acknowledged > 100
+    assert {fault.kind for fault in run.faults} == set(KINDS)
+    longest = max(run.record.values(), key=len)
+    del longest[-2]
+    assert _counts(run.verdict) == {"lost": 1}
+
+
+# The control: what the checker says of a cluster whose commits do not hold the lease
+
+
+class _StoppingJournal(PostgresJournal):
+    """Stands still in the middle of a commit, as a process does that was stopped; until it may go on."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, member="m1")
+        self.is_stopping = False
+        self.has_stopped, self.may_go_on = threading.Event(), threading.Event()
+
+    def _begin(self, *arguments: Any) -> Any:
+        begun = super()._begin(*arguments)
+        if self.is_stopping:
+            self.has_stopped.set()
+            assert self.may_go_on.wait(30)
+        return begun
+
+
+async def _join(journal: PostgresJournal) -> None:
+    await journal.members.join(Member(name=journal.members.name, epoch=0))
+
+
+async def _give(journal: Journal, position: int, first: int, log: list[Attempt]) -> None:
+    """Have a turn at the position that this member believes to be next, as a client's log tells it."""
+    given = list(range(first, first + 8))
+    started = time.monotonic()
+    await journal.write(TokensGiven("s", array("i", given)))
+    assert journal.members is not None
+    [turn] = split_turns([Token(id) for id in given], position)
+    log.append(
+        Attempt(
+            session_id="s",
+            position=position,
+            turn=turn.turn,
+            is_acknowledged=True,
+            content=turn.contents[0],
+            member=journal.members.name,
+            started_s=started,
+            ended_s=time.monotonic(),
+        )
+    )
+
+
+def _num_waiting(url: str) -> int:
+    [(number,)] = execute(url, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    return int(number)
+
+
+def _length(stored: StoredSession) -> int:
+    return sum(len(step.tokens) for step in stored.steps if isinstance(step, TokensGiven))
+
+
+@pytest.mark.parametrize("holds_lease", [True, False])
+async def test_a_commit_that_does_not_hold_its_lease_lets_a_zombie_acknowledge(
+    holds_lease: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not holds_lease:
+        monkeypatch.setattr(postgres, "_OWN_ROW", postgres._OWN_ROW.removesuffix(" FOR SHARE OF m"))
+    with fresh_database() as url:
+        stopped, other = _StoppingJournal(url), PostgresJournal(url, member="m2")
+        try:
+            for journal in (stopped, other):
+                await _join(journal)
+            other.members._may_mark_at = 0.0  # it has been there for long
+            log: list[Attempt] = []
+            await stopped.write(SessionOpened(session_id="s", number=1, owner="", created_at=1.0))
+            await _give(stopped, 0, 100, log)
+            stopped.is_stopping = True
+            zombie = asyncio.ensure_future(_give(stopped, 8, 200, log))
+            await asyncio.to_thread(stopped.has_stopped.wait, 30)
+            execute(url, "UPDATE leases SET until = clock_timestamp() - interval '1 hour' WHERE name = 'm1'")
+            taking = asyncio.ensure_future(other.acquire("s", ""))
+            if holds_lease:  # whoever takes over waits for the commit that is under way
+                while not await asyncio.to_thread(_num_waiting, url):
+                    assert not taking.done()
+            else:
+                await _give(other, _length(await taking), 300, log)
+            stopped.may_go_on.set()
+            await zombie
+            if holds_lease:
+                await _give(other, _length(await taking), 300, log)
+            with pytest.raises(Fenced):
+                await _give(stopped, 16, 400, log)
+            tokens = [Token(id) for step in (await other.read_session("s")).steps for id in step.tokens]
+        finally:
+            stopped.may_go_on.set()
+            await stopped.close()
+            await other.close()
+    verdict = check_history(log, {"s": split_turns(tokens, 0)})
+    assert verdict.num_zombies == (0 if holds_lease else 1), verdict.problems
+    assert bool(verdict.num_wrong) is not holds_lease

@@ -28,7 +28,7 @@ _IDS = range(100, 5000)  # of given tokens: the upstream samples lower ones, so 
 _BLOCK = 8  # given tokens of a turn
 _APPEND_EVERY = 4
 _PAUSE_S = 0.1  # before a request is sent again
-_AVOIDED_S = 2.0  # how long a client does not ask a member that did not answer
+_AVOIDED_S = 1.0  # how long a client does not ask a member that did not answer, or said that it cannot
 _MOVED_SHARE = 0.2  # of the turns go to another member than the one before
 _GIVEN_UP_SHARE = 0.15  # of the failed attempts: the client asks for something else instead
 _WORTH_A_RETRY = frozenset({408, 409, 421, 429})
@@ -126,8 +126,11 @@ class ClusterClient(ABC):
             async with asyncio.timeout(self._all.patience_s):
                 return await send(member)
         except (aiohttp.ClientError, TimeoutError) as exc:
-            self._avoided[member.name] = time.monotonic() + _AVOIDED_S
+            self._avoid(member)
             raise TurnFailed(type(exc).__name__) from exc
+
+    def _avoid(self, member: MemberAddress) -> None:
+        self._avoided[member.name] = time.monotonic() + _AVOIDED_S
 
     async def _retried(self, what: str, send: Callable[[MemberAddress], Awaitable[Any]]) -> Any:
         """Until it is answered; for requests that may be sent any number of times."""
@@ -244,6 +247,8 @@ class ChatClient(ClusterClient):
         headers = {"content-type": "application/json"} | ({"idempotency-key": key} if key else {})
         async with self._all.http.post(member.http + path, data=msgspec.json.encode(body), headers=headers) as reply:
             content = await reply.read()
+            if reply.status >= 500:
+                self._avoid(member)
             if reply.status != 200:
                 is_final = 400 <= reply.status < 500 and reply.status not in _WORTH_A_RETRY
                 raise TurnFailed(f"{reply.status} {_code_of(content)}", is_final=is_final)
@@ -348,8 +353,9 @@ class TokenClient(ClusterClient):
                 raise _HistoryMoved from exc
             status = exc.grpc_status.name if exc.grpc_status else ""
             is_worth_it = exc.code in _RETRIED_CODES or status in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+            if status == "UNAVAILABLE":
+                self._avoid(member)
             if exc.code in ("connection_failed", "deadline_exceeded", "unknown"):
-                self._avoided[member.name] = time.monotonic() + _AVOIDED_S
                 await self._sdks.pop(member.grpc).close()
             received = "".join(getattr(exc, "__notes__", ()))
             raise TurnFailed(f"{status} {exc.code}", is_final=not is_worth_it, received=received) from exc

@@ -144,6 +144,7 @@ def _clients(settings: ClusterSettings, playground: Playground) -> Iterator[Clus
 
 async def _cause_all(settings: ClusterSettings, saboteur: Saboteur, members: MemberProcesses, results: Results) -> None:
     planned = plan_faults(settings.faults, settings.members, settings.seed)
+    await asyncio.sleep(2 * _UNDISTURBED_S)
     async with together() as pending:
         for number, fault in enumerate(planned, 1):
             results.step(f"fault {number} of {len(planned)}, {fault.kind}")

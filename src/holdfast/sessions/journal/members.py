@@ -31,14 +31,13 @@ class PostgresMembers:
 
     def __init__(
         self,
-        name: str,
         connect: Callable[[], Connection],
         *,
         lease_s: float,
         flush: Callable[[], Awaitable[None]],
         on_renewed: Callable[[float], None],
     ) -> None:
-        self._name = name
+        self._name = ""  # until it joins
         self._connect = connect
         self._flush = flush
         self._on_renewed = on_renewed
@@ -201,25 +200,25 @@ def _join(connection: Connection, member: Member, lease_s: float) -> int:
 
 
 def take(connection: Connection, members: PostgresMembers, session_id: str, owner: str) -> None:
-    """Make the owner's open session this member's, in a transaction that holds this member's row.
+    """Make this member the one that has the owner's open session, in a transaction that holds this member's row.
 
-    Raises SessionElsewhere where it is that of another member that is alive, and SessionNotFound.
+    Raises SessionElsewhere where another member that is alive has it, and SessionNotFound.
     """
     while True:
         rows = connection.execute(
             "SELECT member, closed_why FROM sessions WHERE id = $1 AND owner = $2", [session_id, owner]
         ).fetchall()
-        if not rows or (why := rows[0]["closed_why"]):
-            raise SessionNotFound(session_id, detail=why if rows else "unknown")
-        member = rows[0]["member"]
-        if member == members.name:
+        if not rows or rows[0]["closed_why"]:
+            raise SessionNotFound(session_id, detail=rows[0]["closed_why"] if rows else "unknown")
+        holder = rows[0]["member"]
+        if holder == members.name:
             return
-        if member is not None and _is_alive(connection, member, members.may_mark_dead):
-            raise SessionElsewhere(session_id, member)
+        if holder is not None and _is_alive(connection, holder, members.may_mark_dead):
+            raise SessionElsewhere(session_id, holder)
         taken = connection.execute(
             "UPDATE sessions SET member = $1 WHERE id = $2 AND member IS NOT DISTINCT FROM $3 AND closed_at IS NULL"
             " RETURNING id",
-            [members.name, session_id, member],
+            [members.name, session_id, holder],
         ).fetchall()
         if taken:
             return

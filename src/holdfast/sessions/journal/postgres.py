@@ -97,7 +97,6 @@ class PostgresJournal(DatabaseJournal):
         self,
         url: str,
         *,
-        member: str,
         lease_s: float = 10.0,
         blobs: BlobStore | None = None,
         model: Mapping[str, str] | None = None,
@@ -126,9 +125,7 @@ class PostgresJournal(DatabaseJournal):
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="holdfast-journal-reader")
         self._reader = threading.local()
         self._open_readers: list[Connection] = []
-        self._members = PostgresMembers(
-            member, self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed
-        )
+        self._members = PostgresMembers(self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed)
         self._writer = JournalWriter(
             self._commit,
             check=self._check,
@@ -278,7 +275,7 @@ class PostgresJournal(DatabaseJournal):
             has_lost = self._roll_back()
             if has_lost and was_connected and not xid:  # nothing is written, and a new connection may work
                 return self._commit(writes)
-            if len(writes) > 1 and not has_lost and not isinstance(exc, StorageUnavailable):
+            if len(writes) > 1 and not has_lost and not isinstance(exc, JournalFailed):
                 return [outcome for write in writes for outcome in self._commit([write])]
             failed: JournalFailed | None = self._failed(exc)
             if has_lost and xid:
@@ -362,7 +359,7 @@ class PostgresJournal(DatabaseJournal):
             try:
                 connection = self._writing().connection
                 [row] = connection.execute("SELECT pg_xact_status($1::text::xid8) AS status", [xid]).fetchall()
-                if row["status"] != "in progress":
+                if row["status"] in ("committed", "aborted"):
                     return None if row["status"] == "committed" else failed
                 connection.execute(  # it waits for a link that is cut
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_xid = $1::text::xid8::xid",
