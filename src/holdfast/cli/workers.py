@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from types import FrameType
 
 from rich.console import Console
@@ -18,7 +17,6 @@ from holdfast.cli.supervision import SERVE, ChildReport, ServerChild, Supervisor
 from holdfast.config import EngineConfig, ServeConfig, flag_of
 from holdfast.errors import ConfigError
 from holdfast.serving.keys import split_address
-from holdfast.serving.storage import member_name
 
 PER_WORKER = ("grpc", "http", "peer_grpc", "peer_http", "member", "threads")  # flags that each worker has its own of
 
@@ -55,7 +53,7 @@ def run_workers(flags: Sequence[str], server: ServeConfig, engine: EngineConfig,
 
 def _workers(server: ServeConfig, engine: EngineConfig, grpc: str, http: str) -> Iterator[tuple[str, list[str]]]:
     """For each worker its name in the cluster and its own flags."""
-    base = member_name(replace(server, grpc=grpc, http=http))
+    base = server.member or f"{socket.gethostname()}:{(http or grpc).rpartition(':')[2]}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = engine.threads or (0 if "OMP_NUM_THREADS" in os.environ else max(1, cores // server.workers))
     for index in range(server.workers):
