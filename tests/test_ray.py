@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from holdfast.cli import main
+from tests.test_workers import is_running
 
 ray = pytest.importorskip("ray")
 
@@ -71,14 +73,6 @@ def _until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_members_run_on_ray_until_they_are_told_to_go(journal: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _up(journal, 2) == 0
     table = capsys.readouterr().err
@@ -92,11 +86,11 @@ def test_members_run_on_ray_until_they_are_told_to_go(journal: str, capsys: pyte
     ray.kill(ray.get_actor("tide-1"), no_restart=False)  # Ray starts it again, and its server ended with it
     _until(lambda: (now := _status(capsys)["tide-0"])["num_restarts"] == 1 and now["http"] != "")
     _until(lambda: bool((now := _status(capsys)["tide-1"]) and now["http"] and now["pid"] != second["pid"]))
-    _until(lambda: not _is_running(second["pid"]))
+    _until(lambda: not is_running(second["pid"]))
 
     pids = {name: member["pid"] for name, member in _status(capsys).items()}
     assert _command("drain", "tide-0") == 0
-    assert not _is_running(pids["tide-0"])
+    assert not is_running(pids["tide-0"])
     assert _up(journal, 1) == 0  # what is missing comes back, what runs stays
     again = _status(capsys)
     assert list(again) == ["tide-0", "tide-1"]
@@ -104,7 +98,7 @@ def test_members_run_on_ray_until_they_are_told_to_go(journal: str, capsys: pyte
 
     assert _command("down") == 0
     assert _status(capsys) == {}
-    assert not any(_is_running(member["pid"]) for member in again.values())
+    assert not any(is_running(member["pid"]) for member in again.values())
 
 
 @pytest.mark.slow
@@ -117,7 +111,9 @@ def test_members_that_cannot_start_are_removed_with_the_reason(
     assert _status(capsys) == {}
 
 
-def test_what_cannot_work_is_refused_before_anything_starts(journal: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(
+    journal: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*words: str) -> str:
         assert _command(*words) == 2
         return capsys.readouterr().err
@@ -126,3 +122,5 @@ def test_what_cannot_work_is_refused_before_anything_starts(journal: str, capsys
     assert "--keys-file" in refused("up", "--members", "1", "--", "--journal", journal)
     assert "--http is decided by" in refused("up", "--members", "1", "--", "--journal", journal, "--http", "0.0.0.0:1")
     assert "Ray has no member tide-7; it has: none" in refused("drain", "tide-7")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "needs Ray; to install it, run: " in refused("status")
