@@ -230,7 +230,7 @@ class Cluster:
             return
         if not is_draining and self._runtime.num_free_slabs > 0:
             return
-        await self.look(max_age_s=_WATCH_S)
+        await self.look()
         now = time.monotonic()
         serving = [p for p in self._peers.values() if p.member.state == "serving" and p.avoided_until < now]
         roomiest = max(serving, key=lambda peer: peer.room, default=None)
