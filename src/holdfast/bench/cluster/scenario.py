@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from holdfast.bench.cluster.clients import ChatClient, ClusterClient, Playground, TokenClient, read_record, together
+from holdfast.bench.cluster.clients import (
+    ChatClient,
+    ClusterClient,
+    Playground,
+    SessionStuck,
+    TokenClient,
+    read_record,
+    together,
+)
 from holdfast.bench.cluster.faults import KINDS, LOSING, PLANNED, FaultKind, FaultRun, Saboteur, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
 from holdfast.bench.cluster.members import MemberProcesses, members_of
@@ -187,10 +195,14 @@ async def _read_all(playground: Playground, base: str, grpc: str) -> dict[str, l
 
         async def read(number: int) -> None:
             session = playground.sessions[number]
-            async with free:
-                turns = await read_record(session, playground.http, sdk, base)
-            if turns is not None:
-                found[session.session_id] = turns
+            try:
+                async with free:
+                    turns = await read_record(session, playground.http, sdk, base)
+            except SessionStuck as exc:
+                playground.stuck.append(f"session {session.session_id}: {exc}")
+            else:
+                if turns is not None:
+                    found[session.session_id] = turns
 
         await asyncio.gather(*map(read, range(len(playground.sessions))))
     return found
