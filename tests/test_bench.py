@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from holdfast.bench import overhead, responsiveness
+from holdfast.bench import overhead, responsiveness, resting
 from holdfast.bench import runner as drawing
 from holdfast.bench.gates import (
     Gate,
@@ -46,6 +46,7 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, InvalidArgument
 from holdfast.extras import how_to_install
 from holdfast.sessions import record as json_members
+from tests.effort import THOROUGH
 from tests.serving import default_chat
 from tests.talking import until
 
@@ -150,6 +151,26 @@ def test_a_journal_that_costs_more_than_5_percent_is_found_out(share: float, is_
         results.ratio("journaled:served/turns_per_s", "journaled/turns_per_s", "served/turns_per_s", "higher")
     gates = {gate.name: gate.passed for gate in overhead.judge(results.report)}
     assert gates["journaling_costs_less_than_5_percent"] is is_cheap
+
+
+def test_a_server_that_reads_all_its_sessions_at_start_is_found_out() -> None:
+    def failed(start_s: float, first_ms: float, rss_mib: float) -> set[str]:
+        results = Results("resting", "holdfast bench resting", {})
+        for name in ("few", "many"):
+            is_many = name == "many"
+            results.figure(f"{name}/start_s", "s", start_s if is_many else 1.0)
+            results.figure(f"{name}:none/start_cpu", "times", start_s if is_many else 1.0)
+            results.figure(f"{name}/rss", "MiB", rss_mib if is_many else 150.0)
+            results.extend(f"{name}/first_turn_added_ms", "ms", [first_ms if is_many else 5.0] * 20)
+        results.count("answered", 10)
+        results.count("wrong", 0)
+        results.count("records_wrong", 0)
+        return {gate.name for gate in resting.judge(results.report) if not gate.passed}
+
+    assert failed(1.1, 50.0, 155.0) == set()
+    assert failed(5.0, 50.0, 155.0) == {"starts_within_2_s", "start_costs_the_same"}
+    assert failed(1.1, 150.0, 155.0) == {"first_turn_within_100_ms"}
+    assert failed(1.1, 50.0, 250.0) == {"memory_does_not_grow_with_the_journal"}
 
 
 # Reports
@@ -608,3 +629,18 @@ def test_overhead_is_measured_beside_the_straight_way(tmp_path: Path, capsys: py
     for ratio in ("journaled:served/turns_per_s", "large_journaled:large/turns_per_s"):
         assert figures[ratio]["values"][0] > 0
     assert len(report["series"]["rss"]["values"]) == 11
+
+
+@pytest.mark.skipif(not THOROUGH, reason="starts three servers, one after the other")
+@pytest.mark.parametrize("journal", ["", "own"], ids=["sqlite", "postgres"])
+def test_resting_sessions_are_written_and_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], journal: str
+) -> None:
+    short = {"sessions": 6, "few": 4, "turns": 3, "starts": 1, "asked": 2, "fillers": 2, "journal": journal}
+    flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
+    main(["bench", "resting", *flags, "--json", "-", "--output", str(tmp_path)])
+    report = json.loads(capsys.readouterr().out)
+    gates = {gate["name"]: gate["passed"] for gate in report["gates"]}
+    assert gates["replies"], report["notes"]
+    assert gates["records"], report["notes"]
+    assert report["figures"]["many/start_s"]["summary"]["count"] == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -27,6 +28,7 @@ def journal() -> str:
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ray")  # of a short name: sockets are below it
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # or it writes one to $HOME
     ray.init(
         num_cpus=4,
         namespace="tide",
@@ -37,6 +39,7 @@ def cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
     shutil.rmtree(folder, ignore_errors=True)
 
 

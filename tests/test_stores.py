@@ -147,8 +147,9 @@ def test_a_snapshot_that_one_server_shares_is_found_by_another(blobs: BlobStore)
     first.put(KEYS[0], b"one" * 100)
     first.put(f"{KEYS[0]}t5", b"two" * 100)
     assert second.get(KEYS[0]) is None
-    first.share(KEYS[0])
-    assert first.memory_bytes == 0
+    first.put(KEYS[1], b"not asked for")
+    first.share([KEYS[0]])
+    assert (first.memory_bytes, second.get(KEYS[1])) == (13, None)
     assert KEYS[0] not in second
     second.find(KEYS[0])
     assert f"{KEYS[0]}t5" in second

@@ -1,7 +1,9 @@
 """`holdfast serve --workers`: who starts what when. Small stand-ins first, which tell and end as servers do; then
 real servers on a real PostgreSQL."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
+import httpx
 import pytest
 
 from holdfast.cli.supervision import ChildReport, ServerChild, Supervisor
+from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+from tests.test_serve import Process, start
 
 STAND_IN = """
 import os, signal, socket, sys, time
@@ -56,10 +63,11 @@ class Workers:
     def events(self) -> list[str]:
         return self.log.read_text().splitlines()
 
-    def until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+    @staticmethod
+    def until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
         while not is_so():
-            assert time.monotonic() < deadline, self.events()
+            assert time.monotonic() < deadline
             time.sleep(0.01)
 
     def until_served(self) -> None:
@@ -168,3 +176,79 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     while "end w0" not in log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def _members(address: str) -> dict[str, int]:
+    """The members that serve, with the number of times that servers have joined before them."""
+    found = httpx.get(f"http://{address}/cluster", timeout=30).json()["members"]
+    return {member["name"]: member["epoch"] for member in found if member["state"] == "serving"}
+
+
+class Talk:
+    """A chat session whose requests are sent again, once a failure has told that they may be."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.session = httpx.post(f"http://{address}/sessions", timeout=30).json()["session_id"]
+        self._messages: list[dict[str, str]] = []
+        self.num_failures = 0
+
+    def ask(self, question: str) -> str:
+        """The member that answered."""
+        self._messages.append({"role": "user", "content": question})
+        body = {"messages": self._messages, "temperature": 0, "max_tokens": 4}
+        deadline = time.monotonic() + 30
+        while True:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(httpx.TransportError):
+                url = f"http://{self._address}/sessions/{self.session}/v1/chat/completions"
+                reply = httpx.post(url, json=body, timeout=30)
+                if reply.status_code == 200:
+                    self._messages.append(reply.json()["choices"][0]["message"])
+                    return reply.headers["holdfast-member"]
+                assert reply.status_code == 503, reply.text
+            self.num_failures += 1
+            time.sleep(0.1)
+
+    def num_turns(self) -> int:
+        found: int = httpx.get(f"http://{self._address}/sessions/{self.session}", timeout=30).json()["turns"]
+        return found
+
+
+@contextlib.contextmanager
+def _two_workers(journal: str) -> Iterator[Process]:
+    server = start("--workers", "2", "--journal", journal, "--member", "tide", "--lease-s", "3", "--threads", "1")
+    try:
+        yield server
+    finally:
+        assert server.stop() == 0
+
+
+def test_two_workers_are_one_server(postgres: str) -> None:
+    with _two_workers(postgres) as server:
+        assert list(_members(server.http)) == ["tide-1", "tide-2"]
+        talk = Talk(server.http)
+        assert {talk.ask("hi") for _ in range(4)} <= {"tide-1", "tide-2"}  # whichever of the two is asked
+        assert (talk.num_turns(), talk.num_failures) == (4, 0)
+        with grpc.insecure_channel(server.grpc) as channel:
+            stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+            assert stub.GetSessionInfo(pb.GetSessionInfoRequest(session_id=talk.session)).history_length > 0
+
+
+@pytest.mark.slow
+def test_workers_go_on_after_a_crash_and_through_a_restart_of_all(postgres: str) -> None:
+    with _two_workers(postgres) as server:
+        pids, first = dict(re.findall(r"(tide-\d) \(pid (\d+)\)", server.banner)), _members(server.http)
+        talk = Talk(server.http)
+        os.kill(int(pids[talk.ask("who?")]), signal.SIGKILL)
+        talk.ask("and now?")
+        Workers.until(lambda: len(now := _members(server.http)) == 2 and now != first)
+
+        before = _members(server.http)
+        talk.num_failures, num_asked = 0, 2
+        server.process.send_signal(signal.SIGHUP)
+        while {name for name, epoch in _members(server.http).items() if epoch > before[name]} != set(before):
+            talk.ask("still there?")
+            num_asked += 1
+        assert talk.num_failures <= 2  # one for each member that went
+        assert talk.num_turns() == num_asked

@@ -61,6 +61,11 @@ class FakeRuntime(RuntimeServiceServicer):
             context_length=8192,
         )
 
+    async def GetCluster(self, request: Any, context: Context) -> pb.GetClusterResponse:
+        facts: dict[str, Any] = {"state": "serving", "epoch": 2, "sessions": len(self.sessions), "room": 3}
+        here = pb.ClusterMember(name="a", lease_left_seconds=7.5, version="1", http="h:1", grpc="g:1", **facts)
+        return pb.GetClusterResponse(members=[here, pb.ClusterMember(name="b")], this_member="a", is_cluster=True)
+
     async def AppendTokens(self, request: Any, context: Context) -> pb.AppendTokensResponse:
         session = await self._idle(request, context)
         await _check_ids(context, request.token_ids)

@@ -12,7 +12,7 @@ from both import every, settled
 from conftest import Connect
 from fake_server import FakeServer
 from faults import Fault
-from holdfast_sdk import AsyncClient, Client, address, errors
+from holdfast_sdk import AsyncClient, Client, Member, address, errors
 from holdfast_sdk.gen import runtime_pb2 as pb
 
 DEAD = "127.0.0.1:1"
@@ -177,6 +177,14 @@ async def test_an_address_that_does_not_answer_in_time_is_left(
         await settled(client.model_info())
     await settled(client.model_info())
     assert other.faults.calls == ["GetModelInfo"]
+
+
+async def test_the_members_of_a_cluster_are_told(connect: Connect, server: FakeServer) -> None:
+    cluster = await settled(connect([DEAD, server.address], retries=0).cluster())
+    assert (cluster.this_member, cluster.is_cluster, len(cluster.members)) == ("a", True, 2)
+    facts = {"state": "serving", "epoch": 2, "sessions": 0, "room": 3, "version": "1", "http": "h:1", "grpc": "g:1"}
+    assert cluster.members[0] == Member(name="a", lease_left_s=7.5, **facts)  # type: ignore[arg-type]
+    assert cluster.members[1].lease_left_s is None
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

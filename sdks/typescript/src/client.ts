@@ -1,13 +1,13 @@
 /** The way in: a server's address, and the sessions behind it. */
 import { Connection } from "./connection.js";
-import { toCreationFacts, toModelInfo, toSessionInfo } from "./convert.js";
+import { toCluster, toCreationFacts, toModelInfo, toSessionInfo } from "./convert.js";
 import { type EndpointOptions, endpointsOf } from "./endpoint.js";
 import { RuntimeService, SessionState as WireState } from "./gen/holdfast/v1/runtime_pb.js";
 import { fromWire } from "./integers.js";
 import { type CallOptions, limitsOf } from "./limits.js";
 import { Session } from "./session.js";
 import { Transport } from "./transport.js";
-import type { CreationFacts, ImportFacts, ModelInfo, SessionInfo, SessionState } from "./types.js";
+import type { Cluster, CreationFacts, ImportFacts, ModelInfo, SessionInfo, SessionState } from "./types.js";
 
 const rpc = RuntimeService.method;
 
@@ -68,6 +68,11 @@ export class Client implements AsyncDisposable {
 
   async modelInfo(options: CallOptions = {}): Promise<ModelInfo> {
     return toModelInfo(await this.#connection.read(rpc.getModelInfo, {}, this.#connection.limits(options)));
+  }
+
+  /** The members of the cluster, as the one that answers sees them. */
+  async cluster(options: CallOptions = {}): Promise<Cluster> {
+    return toCluster(await this.#connection.read(rpc.getCluster, {}, this.#connection.limits(options)));
   }
 
   /** Every session of this key's owner; pages are fetched as they are needed, each with its own time limit. */

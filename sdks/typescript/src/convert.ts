@@ -2,9 +2,11 @@
 import * as wire from "./gen/holdfast/v1/runtime_pb.js";
 import { fromWire, fromWireIfAny } from "./integers.js";
 import type {
+  Cluster,
   CreationFacts,
   Done,
   HistoryChunk,
+  Member,
   ModelInfo,
   SessionInfo,
   SessionState,
@@ -50,6 +52,15 @@ export function toCreationFacts(created: wire.CreateSessionResponse): CreationFa
 export function toModelInfo(info: wire.GetModelInfoResponse): ModelInfo {
   const { $typeName, $unknown, ...fields } = info;
   return fields;
+}
+
+export function toCluster({ members, thisMember, isCluster }: wire.GetClusterResponse): Cluster {
+  const toMember = ({ $typeName, $unknown, ...member }: wire.ClusterMember): Member => ({
+    ...member,
+    leaseLeftSeconds: member.leaseLeftSeconds,
+    epoch: fromWire(member.epoch),
+  });
+  return { members: members.map(toMember), thisMember, isCluster };
 }
 
 export function toSessionInfo(info: wire.SessionInfo): SessionInfo {

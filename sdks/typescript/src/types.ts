@@ -92,6 +92,32 @@ export interface CloseResult {
   finalHistoryLength: number;
 }
 
+/** A server of a cluster. */
+export interface Member {
+  name: string;
+  /** `serving`, `draining`, or `dead`: others may take over its sessions. */
+  state: string;
+  /** Absent without a cluster; 0 or less: it has expired. */
+  leaseLeftSeconds: number | undefined;
+  /** How often a server has joined under this name. */
+  epoch: number;
+  /** Sessions in its memory, and how many more it can take without parking one. */
+  sessions: number;
+  room: number;
+  version: string;
+  /** Addresses that other members reach; empty where it has none. */
+  http: string;
+  grpc: string;
+}
+
+export interface Cluster {
+  members: Member[];
+  /** The name of the member that answered. */
+  thisMember: string;
+  /** If not, the server is the only member and has no lease. */
+  isCluster: boolean;
+}
+
 /** The model behind the server. */
 export interface ModelInfo {
   name: string;

@@ -220,6 +220,16 @@ test("an address that does not answer in time is left", async () => {
   expect(calls).toEqual([["model"], []]);
 });
 
+test("the members of a cluster are told", async () => {
+  const facts = { state: "serving", sessions: 1, room: 3, version: "1", http: "h:1", grpc: "g:1" };
+  const members = [{ name: "a", leaseLeftSeconds: 7.5, epoch: 2n, ...facts }, { name: "b" }];
+  const { address } = await serving({ getCluster: () => ({ members, thisMember: "a", isCluster: true }) });
+  const cluster = await clientOf([dead, address], { retries: 0 }).cluster();
+  expect(cluster).toMatchObject({ thisMember: "a", isCluster: true });
+  expect(cluster.members[0]).toEqual({ name: "a", leaseLeftSeconds: 7.5, epoch: 2, ...facts });
+  expect(cluster.members[1]?.leaseLeftSeconds).toBeUndefined();
+});
+
 test("a list of addresses is checked whole", () => {
   expect(() => new Client([])).toThrow("empty");
   expect(() => new Client(["127.0.0.1:1", "http://127.0.0.1:2"])).toThrow("is not host:port");

@@ -16,12 +16,13 @@ from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.mismatch import mismatches
 from holdfast.chats.samples.sample import Export
-from holdfast.chats.trajectory import NAME, Trajectory
+from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
 from holdfast.errors import HoldfastError, InvalidArgument, JournalFailed, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
 from holdfast.sessions.record import TemplateInputs, without
+from holdfast.sessions.session import NAME
 from holdfast.sessions.transfers import ChatContent
 from holdfast.sessions.view import SessionView
 
@@ -91,9 +92,12 @@ class ChatService:
         metadata: Mapping[str, str] | None = None,
         pin_tokens: int | None = None,
         is_forest: bool | None = None,
-        name: str = "",
+        name: str | None = None,
     ) -> SessionView:
-        """A new chat session. `is_forest`: it may hold many conversations; None: as the server's settings say."""
+        """A new chat session. `is_forest`: it may hold many conversations; None: as the server's settings say. With a
+        `name` it fails where another session has that; None: the one that its metadata gives it, if that is free."""
+        if name is None:
+            name = await self._runtime.free_name(owner, metadata or {})
         is_forest = self.setup.is_forest if is_forest is None else is_forest
         view = await self._runtime.create(
             owner,

@@ -25,7 +25,6 @@ from holdfast.sessions.record import TemplateInputs, TurnRecord
 if TYPE_CHECKING:
     from holdfast.chats.turn import ChatTurn
 
-NAME = "holdfast-session"  # the key of a session's metadata under which its name is kept
 Tip = Hashable  # where a conversation goes on; see `PreparedTurn.tip`
 
 _MAX_REPEATABLE = 64  # turns on record among which a forest looks for one that is asked for again

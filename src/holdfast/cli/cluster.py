@@ -10,6 +10,8 @@ import dataclasses
 import json
 import logging
 import os
+import re
+import socket
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -154,18 +156,22 @@ def _connected(arguments: argparse.Namespace) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    address = arguments.ray_address
     try:
+        if (found := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)) is not None:
+            socket.create_connection((found[1].strip("[]"), int(found[2])), _ANSWER_S).close()  # Ray waits for minutes
         ray.init(
-            arguments.ray_address,
+            address,
             namespace=arguments.namespace,
             include_dashboard=False,  # of a Ray that is started here
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as exc:
-        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+    except (RuntimeError, ValueError, OverflowError, OSError) as exc:
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")
         raise ClusterFailed(
-            f"no Ray at {arguments.ray_address}: {reason}; start one with `ray start --head`, or pass --ray-address"
+            f"no connection to Ray at {address}: {reason}; start one with `ray start --head`, pass --ray-address, or, "
+            "where it asks for a token, set RAY_AUTH_MODE and RAY_AUTH_TOKEN"
         ) from exc
     try:
         yield ray

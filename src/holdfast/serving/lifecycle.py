@@ -178,7 +178,12 @@ async def _endpoints(
             app = create_app(runtime, config, not_ready=not_ready, **shared)
             http = create_http_server(app, config, runtime.metrics)
             stack.push_async_callback(http.close)
-        member = new_member(config, http_port=http.peer_port if http else None, grpc_port=grpc_server.peer_port)
+        member = new_member(
+            config,
+            http_port=http.peer_port if http else None,
+            grpc_port=grpc_server.peer_port,
+            room=runtime.num_free_slabs,
+        )
         if cluster is not None:
             await cluster.join(member)
         gc.collect()

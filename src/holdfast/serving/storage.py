@@ -3,8 +3,6 @@ belong to the model that is served."""
 
 import contextlib
 import logging
-import secrets
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +77,6 @@ def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journa
         raise ConfigError(f"--journal needs the package {exc.name}; {how_to_install('postgres')}") from exc
     return PostgresJournal(
         config.journal,
-        member=member_name(config),
         lease_s=config.lease_s,
         blobs=open_blobs(config.blobs) if config.blobs else None,
         model=_facts(model) if model.tokenizer_hash else None,
@@ -90,10 +87,3 @@ def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journa
 
 def _facts(model: ModelInfo) -> dict[str, str]:
     return {"name": model.name, "tokenizer_hash": model.tokenizer_hash}
-
-
-def member_name(config: ServeConfig) -> str:
-    """The same after a restart, so that the server has its sessions back at once; random where the ports are."""
-    address = config.http or config.grpc
-    port = address.rpartition(":")[2]
-    return config.member or f"{socket.gethostname()}:{port if port != '0' else secrets.token_hex(4)}"

@@ -7,7 +7,7 @@ model, the history is computed again.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from holdfast.errors import CapacityExhausted, SnapshotMismatch
@@ -83,6 +83,16 @@ class Parking:
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         return self._snapshots is not None and snapshot_id in self._snapshots
+
+    async def share(self, session_ids: Sequence[str]) -> None:
+        """Other servers may own these sessions next: their snapshots go where those reach them, if there is a place."""
+        if self._snapshots is not None and self._snapshots.is_shared:
+            await asyncio.to_thread(self._snapshots.share, session_ids)
+
+    async def find(self, session_id: str) -> None:
+        """Look up the snapshots of a forest's conversations that another server has left."""
+        if self._snapshots is not None and self._snapshots.is_shared:
+            await asyncio.to_thread(self._snapshots.find, conversation_snapshot(session_id, ""))
 
     async def spill(self) -> None:
         """Bring to disk what is in memory, for a shutdown."""
@@ -186,6 +196,14 @@ class SlabCapacity:
             await asyncio.shield(session.parking)
         finally:
             session.parking = None
+
+    async def share(self, session_ids: Sequence[str]) -> None:
+        """Other servers may own these sessions next."""
+        await self._parking.share(session_ids)
+
+    async def find(self, session_id: str) -> None:
+        """Look up the snapshots of a forest's conversations that another server has left."""
+        await self._parking.find(session_id)
 
     async def spill(self) -> None:
         """For a shutdown: all snapshots go where the next process finds them."""

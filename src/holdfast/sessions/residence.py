@@ -28,6 +28,8 @@ from holdfast.sessions.session import Session, SessionRegistry, restored
 
 logger = logging.getLogger(__name__)
 
+_now = time.time
+
 # Called in a thread with a session that was read; what it returns is called on the event loop when that is in memory.
 OnLoaded = Callable[[StoredSession], Callable[[], None]]
 
@@ -66,7 +68,7 @@ class Residence:
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_closing = False
-        self._started_at = time.time()
+        self._started_at = _now()
 
     @contextlib.asynccontextmanager
     async def using(self, session_id: str, owner: str) -> AsyncIterator[None]:
@@ -116,6 +118,8 @@ class Residence:
                 raise
             if stored.failure:
                 logger.error("session %s: %s", session_id, stored.failure)
+            if stored.opened.kind == "forest":
+                await self.capacity.find(session_id)
             session, on_recorded = await asyncio.to_thread(self._rebuilt, stored)  # long ones take a while
             self._registry.add_parked(session)
             on_recorded()
@@ -144,6 +148,7 @@ class Residence:
                     await asyncio.gather(asyncio.shield(session.parking), return_exceptions=True)
                 if session.handle is not None and not session.gate.is_closed:  # its forest may drop a cache meanwhile
                     await self.capacity.park(session)
+            await self.capacity.share([session.id for session in sessions])  # before others may have them
             await self._note_rested([session for session in sessions if session.is_kept])
             for session in leaving:
                 if not session.gate.is_closed:
@@ -156,7 +161,7 @@ class Residence:
     async def _note_rested(self, sessions: Sequence[Session]) -> None:
         if not sessions:
             return
-        now = time.time()
+        now = _now()
         try:
             await self._journal.write(*(SessionRested(s.id, now - s.idle_s, s.summary) for s in sessions))
             await self._journal.release([session.id for session in sessions])
@@ -225,7 +230,7 @@ class Residence:
 
     async def expire(self, idle_s: float) -> None:
         """Close sessions that have rested for so long; those that a crash left count from when this server started."""
-        now = time.time()
+        now = _now()
         if not self._journal.keeps_bodies or self._started_at > now - idle_s:
             return
         limit = len(self._registry) + _EXPIRED_AT_ONCE
@@ -239,7 +244,7 @@ class Residence:
 
     async def _expire(self, session_id: str, owner: str) -> None:
         session = restored(replace(await self._journal.acquire(session_id, owner), steps=()), self._clock)
-        await self._journal.write(SessionClosed(session_id, "expired", time.time()))
+        await self._journal.write(SessionClosed(session_id, "expired", _now()))
         self._registry.remember(session_id, owner, "expired")
         self._metrics.session_total.labels("expired").inc()
         await self.capacity.forget(session)

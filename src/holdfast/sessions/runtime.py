@@ -32,7 +32,7 @@ from holdfast.sessions.ports import Backend, ModelInfo, WeightsLoaded
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.residence import OnLoaded, Residence
-from holdfast.sessions.session import Session, SessionRegistry, new_session_id, opened, restored
+from holdfast.sessions.session import NAME, Session, SessionRegistry, new_session_id, opened, restored
 from holdfast.sessions.view import MAX_PAGE, PARKED, Page, SessionState, SessionView, page_of, view_of, watch_sessions
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,11 @@ class Runtime:
             if tokens:
                 await self.append(session.id, owner, tokens)
             return self._view(session)
+
+    async def free_name(self, owner: str, metadata: Mapping[str, str]) -> str:
+        """The name that the metadata of a new session gives it, unless another one has that."""
+        name = metadata.get(NAME, "")
+        return "" if name and await self.journal.find_named(owner, name) else name
 
     def using(self, session_id: str, owner: str) -> AbstractAsyncContextManager[None]:
         """The owner's session is in memory for as long as the context lasts: for a whole request. Raises

@@ -20,6 +20,8 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.record import TurnRecord
 
+NAME = "holdfast-session"  # the key of a session's metadata under which its name is kept
+
 _REMEMBERED = 10_000  # ids of gone sessions; beyond that the oldest become merely unknown
 
 

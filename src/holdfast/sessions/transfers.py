@@ -116,7 +116,8 @@ class Transfers:
         runtime = self._runtime
         session = await asyncio.to_thread(self._read, data)
         number = await runtime.journal.next_number()
-        stored = _stored(session, session_id=new_session_id(), number=number, owner=owner)
+        name = await runtime.free_name(owner, session.opened.metadata) if session.opened.kind != "tokens" else ""
+        stored = _stored(session, session_id=new_session_id(), number=number, owner=owner, name=name)
 
         def take_over() -> None:
             pass
@@ -223,10 +224,10 @@ def _is_history(session: PortableSession, spans: tuple[Span, ...]) -> bool:
     return told == held
 
 
-def _stored(session: PortableSession, *, session_id: str, number: int, owner: str) -> StoredSession:
+def _stored(session: PortableSession, *, session_id: str, number: int, owner: str, name: str) -> StoredSession:
     """The session under its new id, as the journal would return it."""
     spans = (replace(span, session_id=session_id) for span in session.spans)
-    opened = replace(session.opened, session_id=session_id, number=number, owner=owner)
+    opened = replace(session.opened, session_id=session_id, number=number, owner=owner, name=name)
     return StoredSession(opened=opened, steps=(*spans, *session.turns), reward=session.reward)
 
 

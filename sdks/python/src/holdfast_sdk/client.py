@@ -9,7 +9,7 @@ from holdfast_sdk.client_flows import DEFAULT_PAGE_SIZE
 from holdfast_sdk.errors import HoldfastError
 from holdfast_sdk.flow import Limits
 from holdfast_sdk.outgoing import Outgoing
-from holdfast_sdk.results import ModelInfo, SessionInfo, SessionState
+from holdfast_sdk.results import Cluster, ModelInfo, SessionInfo, SessionState
 from holdfast_sdk.session import Session
 from holdfast_sdk.session_flows import SessionFlows
 from holdfast_sdk.wire import Wire
@@ -66,6 +66,10 @@ class Client:
 
     def model_info(self) -> ModelInfo:
         return self._wire.run(client_flows.model_info(self._limits))
+
+    def cluster(self) -> Cluster:
+        """The members of the cluster, as the one that answers sees them."""
+        return self._wire.run(client_flows.cluster(self._limits))
 
     def list_sessions(
         self, label: str | None = None, state: SessionState | None = None, page_size: int = DEFAULT_PAGE_SIZE

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from holdfast_sdk import convert
 from holdfast_sdk.flow import Flow, Limits, build, once, repeat
 from holdfast_sdk.gen import runtime_pb2 as pb
-from holdfast_sdk.results import Created, Imported, ModelInfo, SessionInfo, SessionState
+from holdfast_sdk.results import Cluster, Created, Imported, ModelInfo, SessionInfo, SessionState
 
 DEFAULT_PAGE_SIZE = 100
 
@@ -33,6 +33,10 @@ def create_session(
 def model_info(limits: Limits) -> Flow[ModelInfo]:
     answer = yield from repeat(limits.call("GetModelInfo", pb.GetModelInfoRequest()), limits)
     return convert.model_info(answer)
+
+
+def cluster(limits: Limits) -> Flow[Cluster]:
+    return convert.cluster((yield from repeat(limits.call("GetCluster", pb.GetClusterRequest()), limits)))
 
 
 def page_of_sessions(

@@ -34,6 +34,24 @@ def model_info(message: pb.GetModelInfoResponse) -> results.ModelInfo:
     )
 
 
+def cluster(message: pb.GetClusterResponse) -> results.Cluster:
+    members = tuple(
+        results.Member(
+            name=member.name,
+            state=member.state,
+            lease_left_s=member.lease_left_seconds if member.HasField("lease_left_seconds") else None,
+            epoch=member.epoch,
+            sessions=member.sessions,
+            room=member.room,
+            version=member.version,
+            http=member.http,
+            grpc=member.grpc,
+        )
+        for member in message.members
+    )
+    return results.Cluster(members=members, this_member=message.this_member, is_cluster=message.is_cluster)
+
+
 def created(message: pb.CreateSessionResponse) -> results.Created:
     return results.Created(
         session_id=message.session_id,

@@ -47,6 +47,31 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A server of a cluster. `state` is serving, draining or dead; `lease_left_s` is None without a cluster, and 0 or
+    less where the lease has expired. `room`: how many more sessions it can take without parking one."""
+
+    name: str
+    state: str
+    lease_left_s: float | None
+    epoch: int
+    sessions: int
+    room: int
+    version: str
+    http: str
+    grpc: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`this_member` is the name of the member that answered. Where `is_cluster` is False it is the only one."""
+
+    members: tuple[Member, ...]
+    this_member: str
+    is_cluster: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Created:
     """`kv_reserved_bytes` is None where the cache is not the server's own."""
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import secrets
 import socket
 import time
 from collections import OrderedDict
@@ -221,7 +220,7 @@ class Cluster:
         await attempts.pause(elsewhere.session_id)
         await self.look()
 
-    def check_room(self) -> None:
+    async def check_room(self) -> None:
         """Raises SessionElsewhere where another member should take a new session."""
         self.check_lease()
         is_draining = self._state == "draining"
@@ -231,6 +230,7 @@ class Cluster:
             return
         if not is_draining and self._runtime.num_free_slabs > 0:
             return
+        await self.look()
         now = time.monotonic()
         serving = [p for p in self._peers.values() if p.member.state == "serving" and p.avoided_until < now]
         roomiest = max(serving, key=lambda peer: peer.room, default=None)
@@ -298,12 +298,12 @@ class Cluster:
             peer.member, peer.room = member, member.room
 
 
-def new_member(config: ServeConfig, *, http_port: int | None, grpc_port: int) -> Member:
-    """This server as a member; the ports are those on which others reach it."""
-    name = config.member
-    if not name:
-        port = split_address(config.http or config.grpc)[1]
-        name = f"{socket.gethostname()}-{port or secrets.token_hex(4)}"
+def new_member(config: ServeConfig, *, http_port: int | None, grpc_port: int, room: int) -> Member:
+    """This server as a member; the ports are those on which others reach it.
+
+    A name that nobody gave is the same after a restart on the same ports: the server has its sessions back at once.
+    """
+    name = config.member or f"{socket.gethostname()}:{grpc_port if http_port is None else http_port}"
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"member must be 1 to 128 letters, digits, dots, colons, hyphens or underscores, got {name!r}"
@@ -316,6 +316,7 @@ def new_member(config: ServeConfig, *, http_port: int | None, grpc_port: int) ->
         grpc=_advertised(config, config.peer_grpc or config.grpc, grpc_port),
         has_tls=bool(config.tls_cert),
         version=__version__,
+        room=room,
     )
 
 

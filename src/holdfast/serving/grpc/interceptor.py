@@ -94,7 +94,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """While the call lasts, the session that its request names is in memory."""
         async with contextlib.AsyncExitStack() as held:
             if self._cluster is not None and method == "CreateSession":
-                self._cluster.check_room()
+                await self._cluster.check_room()
             if "session_id" in request.DESCRIPTOR.fields_by_name:
                 may_be_closed = method == "ExportSession"
                 with contextlib.suppress(SessionNotFound) if may_be_closed else contextlib.nullcontext():

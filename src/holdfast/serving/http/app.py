@@ -154,7 +154,7 @@ def _where_there_is_room(create: Endpoint, cluster: Cluster) -> Endpoint:
 
     @wraps(create)
     async def placed(request: Request) -> Response:
-        cluster.check_room()
+        await cluster.check_room()
         return await create(request)
 
     return placed

@@ -5,6 +5,7 @@ whoever marks it dead or takes its name. So the one who marks it waits for commi
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,13 @@ import psycopg
 
 from holdfast.errors import Fenced, HoldfastError, JournalFailed, SessionElsewhere, SessionNotFound, StorageUnavailable
 from holdfast.sessions.journal.base import Member, MemberState
-from holdfast.sessions.journal.postgres_connection import Connection, is_lost, one_line
+from holdfast.sessions.journal.postgres_connection import (
+    Connection,
+    DatabaseSilent,
+    application_name,
+    is_lost,
+    one_line,
+)
 
 T = TypeVar("T")
 
@@ -31,14 +38,13 @@ class PostgresMembers:
 
     def __init__(
         self,
-        name: str,
         connect: Callable[[], Connection],
         *,
         lease_s: float,
         flush: Callable[[], Awaitable[None]],
         on_renewed: Callable[[float], None],
     ) -> None:
-        self._name = name
+        self._name = ""  # until it joins
         self._connect = connect
         self._flush = flush
         self._on_renewed = on_renewed
@@ -108,7 +114,8 @@ class PostgresMembers:
         return Member(**rows[0]) if rows[0]["name"] is not None else None
 
     async def leave(self) -> None:
-        await self._flush()
+        with contextlib.suppress(JournalFailed):  # notes may be lost
+            await self._flush()
 
         def leave(connection: Connection) -> None:
             with connection.pipeline():
@@ -158,7 +165,7 @@ class PostgresMembers:
                 return work(self._connection)
             except psycopg.Error as exc:
                 connection, self._connection = self._connection, None
-                was_lost = connection is None or is_lost(connection)
+                was_lost = connection is not None and is_lost(connection) and not isinstance(exc, DatabaseSilent)
                 if connection is not None:
                     connection.close()
                 if is_last or not was_lost:
@@ -171,9 +178,27 @@ class PostgresMembers:
         raise AssertionError("unreachable")
 
 
+def lock(connection: Connection, name: str) -> None:
+    """Wait, in a transaction, until nothing that the member has begun is under way, and nothing can begin.
+
+    What takes too long is ended: its link may be cut.
+    """
+    query = "SELECT 1 FROM members WHERE name = $1 FOR UPDATE"
+    try:
+        with connection.transaction():
+            connection.execute(query, [name])
+    except psycopg.errors.LockNotAvailable:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid, 1000) FROM pg_stat_activity"
+            " WHERE application_name = $1 AND backend_xid IS NOT NULL AND pid <> pg_backend_pid()",
+            [application_name(name)],
+        )
+        connection.execute(query, [name])
+
+
 def _join(connection: Connection, member: Member, lease_s: float) -> int:
-    with connection.pipeline():
-        connection.execute("BEGIN")
+    with connection.transaction():
+        lock(connection, member.name)
         joined = connection.execute(
             "INSERT INTO members VALUES"
             " ($1, nextval('epochs'), 'serving', $2, $3, $4, $5, extract(epoch FROM clock_timestamp()))"
@@ -196,30 +221,29 @@ def _join(connection: Connection, member: Member, lease_s: float) -> int:
             [float(_FORGET_S)],
         )
         [row] = joined.fetchall()
-        connection.execute("COMMIT")
     return int(row["epoch"])
 
 
 def take(connection: Connection, members: PostgresMembers, session_id: str, owner: str) -> None:
-    """Make the owner's open session this member's, in a transaction that holds this member's row.
+    """Make this member the one that has the owner's open session, in a transaction that holds this member's row.
 
-    Raises SessionElsewhere where it is that of another member that is alive, and SessionNotFound.
+    Raises SessionElsewhere where another member that is alive has it, and SessionNotFound.
     """
     while True:
         rows = connection.execute(
             "SELECT member, closed_why FROM sessions WHERE id = $1 AND owner = $2", [session_id, owner]
         ).fetchall()
-        if not rows or (why := rows[0]["closed_why"]):
-            raise SessionNotFound(session_id, detail=why if rows else "unknown")
-        member = rows[0]["member"]
-        if member == members.name:
+        if not rows or rows[0]["closed_why"]:
+            raise SessionNotFound(session_id, detail=rows[0]["closed_why"] if rows else "unknown")
+        holder = rows[0]["member"]
+        if holder == members.name:
             return
-        if member is not None and _is_alive(connection, member, members.may_mark_dead):
-            raise SessionElsewhere(session_id, member)
+        if holder is not None and _is_alive(connection, holder, members.may_mark_dead):
+            raise SessionElsewhere(session_id, holder)
         taken = connection.execute(
             "UPDATE sessions SET member = $1 WHERE id = $2 AND member IS NOT DISTINCT FROM $3 AND closed_at IS NULL"
             " RETURNING id",
-            [members.name, session_id, member],
+            [members.name, session_id, holder],
         ).fetchall()
         if taken:
             return
@@ -235,7 +259,7 @@ def _is_alive(connection: Connection, name: str, may_mark_dead: bool) -> bool:
             "SELECT coalesce(bool_or(until > clock_timestamp()), false) AS is_valid FROM leases WHERE name = $1", [name]
         ).fetchall()
         if not lease["is_valid"]:
-            connection.execute("SELECT 1 FROM members WHERE name = $1 FOR UPDATE", [name])
+            lock(connection, name)
             connection.execute(
                 "UPDATE members SET state = 'dead' WHERE name = $1 AND state = 'serving'"
                 " AND NOT EXISTS (SELECT 1 FROM leases WHERE name = $1 AND until > clock_timestamp())",

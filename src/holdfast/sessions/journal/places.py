@@ -111,7 +111,7 @@ async def joined(journal: Journal) -> AsyncIterator[None]:
     if members is None:
         yield
         return
-    await members.join(Member(name=members.name, epoch=0, version=__version__))
+    await members.join(Member(name=f"holdfast-journal:{secrets.token_hex(4)}", epoch=0, version=__version__))
     renewing = asyncio.create_task(_renew(members))
     try:
         yield
@@ -161,9 +161,7 @@ def _postgres(url: str, blobs: str, model: Facts | None = None) -> "PostgresJour
     from holdfast.sessions.journal.postgres import PostgresJournal
 
     store = open_blobs(blobs) if blobs else None
-    return PostgresJournal(
-        url, member=f"holdfast-journal:{secrets.token_hex(4)}", lease_s=_LEASE_S, blobs=store, model=model
-    )
+    return PostgresJournal(url, lease_s=_LEASE_S, blobs=store, model=model)
 
 
 def _require_psycopg() -> None:

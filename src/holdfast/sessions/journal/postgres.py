@@ -32,13 +32,15 @@ from holdfast.sessions.journal.base import (
 from holdfast.sessions.journal.blobs import BlobStore
 from holdfast.sessions.journal.database import Database
 from holdfast.sessions.journal.database_journal import DatabaseJournal
-from holdfast.sessions.journal.members import PostgresMembers, take
+from holdfast.sessions.journal.members import PostgresMembers, lock, take
 from holdfast.sessions.journal.postgres_connection import (
     Connection,
+    DatabaseSilent,
     PostgresDatabase,
     Texts,
     cannot_connect,
     connect,
+    end_backend,
     is_lost,
     one_line,
     place_of,
@@ -59,10 +61,10 @@ _OWN_ROW = (
     " nextval('steps') AS base FROM members m JOIN leases l USING (name) WHERE m.name = $1 FOR SHARE OF m"
 )
 _OWNERS = "SELECT id, member, closed_at IS NOT NULL AS is_closed FROM sessions WHERE id = ANY ($1::text[])"
-# No other member owns a session that is free, ours, or of a member that ended: it rested at the latest since then.
+# No other member owns a session that is free, ours, or of a member that ended: it rests since then at the latest.
 _FREE = (
-    "member IS NULL OR member = ?3"
-    " OR NOT EXISTS (SELECT 1 FROM leases WHERE leases.name = member AND until >= to_timestamp(?1))"
+    "member IS NULL OR member = ?3 OR NOT EXISTS (SELECT 1 FROM leases WHERE leases.name = member"
+    " AND until >= least(to_timestamp(?1), clock_timestamp()))"
 )
 
 
@@ -97,7 +99,6 @@ class PostgresJournal(DatabaseJournal):
         self,
         url: str,
         *,
-        member: str,
         lease_s: float = 10.0,
         blobs: BlobStore | None = None,
         model: Mapping[str, str] | None = None,
@@ -114,7 +115,7 @@ class PostgresJournal(DatabaseJournal):
         self._bodies = BlobReader(blobs)
         self._on_commit = on_commit
         try:
-            connection = self._connect()
+            connection = connect(url)
         except psycopg.Error as exc:
             raise cannot_connect(self.place, exc) from exc
         with contextlib.closing(connection):
@@ -122,13 +123,12 @@ class PostgresJournal(DatabaseJournal):
             if model is not None:
                 check_model(connection, self.place, model)
         self._link: _Link | None = None
+        self._lost: tuple[int, str] | None = None  # a connection that may still have a transaction on the server
         self._num_uncertain = self._num_settled = 0
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="holdfast-journal-reader")
         self._reader = threading.local()
         self._open_readers: list[Connection] = []
-        self._members = PostgresMembers(
-            member, self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed
-        )
+        self._members = PostgresMembers(self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed)
         self._writer = JournalWriter(
             self._commit,
             check=self._check,
@@ -183,7 +183,7 @@ class PostgresJournal(DatabaseJournal):
     # Reading, in a few threads that have a connection each
 
     def _connect(self) -> Connection:
-        return connect(self._url, silence_s=self._lease_s, idle_s=self._lease_s / 2)
+        return connect(self._url, name=self._members.name, lease_s=self._lease_s)
 
     def _read(self, look: Callable[[Database], T]) -> T:
         return self._on_reader(lambda connection: self._look_at(connection, look))
@@ -218,7 +218,7 @@ class PostgresJournal(DatabaseJournal):
                     self._open_readers.append(connection)
                 return work(connection)
             except psycopg.Error as exc:
-                was_lost = connection is None or is_lost(connection)
+                was_lost = connection is not None and is_lost(connection) and not isinstance(exc, DatabaseSilent)
                 self._drop_reader()
                 if is_new or not was_lost:
                     raise StorageUnavailable(f"the journal in {self.place} cannot be read: {one_line(exc)}") from exc
@@ -241,7 +241,7 @@ class PostgresJournal(DatabaseJournal):
         num_uncertain = self._num_uncertain
         with connection.transaction():
             if num_uncertain != self._num_settled:  # a commit of ours that is still under way has a lock on our row
-                connection.execute("SELECT 1 FROM members WHERE name = $1 FOR UPDATE", [self._members.name])
+                lock(connection, self._members.name)
                 self._num_settled = num_uncertain
             self._check_lease(connection.execute(_OWN_ROW, [self._members.name]).fetchall())
             take(connection, self._members, session_id, owner)
@@ -276,9 +276,10 @@ class PostgresJournal(DatabaseJournal):
                 raise psycopg.DatabaseError(f"the database answered {committed.statusmessage} to COMMIT")
         except Exception as exc:  # noqa: BLE001 - every writer is told
             has_lost = self._roll_back()
-            if has_lost and was_connected and not xid:  # nothing is written, and a new connection may work
+            if has_lost and was_connected and not xid and not isinstance(exc, DatabaseSilent):
+                # Nothing is written, and a new connection may work.
                 return self._commit(writes)
-            if len(writes) > 1 and not has_lost and not isinstance(exc, StorageUnavailable):
+            if len(writes) > 1 and not has_lost and not isinstance(exc, JournalFailed):
                 return [outcome for write in writes for outcome in self._commit([write])]
             failed: JournalFailed | None = self._failed(exc)
             if has_lost and xid:
@@ -303,7 +304,6 @@ class PostgresJournal(DatabaseJournal):
         found = own.fetchall()
         self._check_lease(found)
         link.database.begin_commit(found[0]["base"])
-        link.recorder.member = self._members.name
         known = {row["id"]: row for row in owners.fetchall()}
         gone = sorted(session_id for session_id, row in known.items() if row["is_closed"])
         if gone:  # others may purge them
@@ -335,8 +335,14 @@ class PostgresJournal(DatabaseJournal):
         return None
 
     def _writing(self) -> "_Link":
+        if self._link is not None and self._link.recorder.member != self._members.name:  # it has joined since
+            self._link.connection.close()
+            self._link = None
         if self._link is None:
-            self._link = _Link(self._connect())
+            self._link = _Link(self._connect(), self._members.name)
+        if self._lost is not None:
+            end_backend(self._link.connection, self._lost)
+            self._lost = None
         return self._link
 
     def _roll_back(self) -> bool:
@@ -352,7 +358,7 @@ class PostgresJournal(DatabaseJournal):
         except psycopg.Error as exc:
             logger.warning("the journal could not roll back and connects again: %s", one_line(exc))
         link.connection.close()
-        self._link = None
+        self._link, self._lost = None, link.connection.identity
         return True
 
     def _resolved(self, xid: str, failed: JournalFailed) -> JournalFailed | None:
@@ -362,12 +368,8 @@ class PostgresJournal(DatabaseJournal):
             try:
                 connection = self._writing().connection
                 [row] = connection.execute("SELECT pg_xact_status($1::text::xid8) AS status", [xid]).fetchall()
-                if row["status"] != "in progress":
+                if row["status"] in ("committed", "aborted"):
                     return None if row["status"] == "committed" else failed
-                connection.execute(  # it waits for a link that is cut
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_xid = $1::text::xid8::xid",
-                    [xid],
-                )
             except psycopg.Error:
                 self._roll_back()
             time.sleep(0.05)
@@ -439,10 +441,10 @@ class PostgresJournal(DatabaseJournal):
 class _Link:
     """The writer's connection, and what goes with it."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, member: str) -> None:
         self.connection = connection
         self.database = PostgresDatabase(connection)
-        self.recorder = Recorder(self.database, _place)
+        self.recorder = Recorder(self.database, _place, member)
 
 
 def _told(outcomes: Sequence[Exception | None], failed: Exception | None) -> list[Exception | None]:

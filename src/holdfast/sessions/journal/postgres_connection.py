@@ -1,5 +1,6 @@
 """Connections to PostgreSQL: how they are opened, what they raise, and the journal's queries on them. Blocks."""
 
+import logging
 import re
 import struct
 import time
@@ -21,14 +22,15 @@ from holdfast.sessions.record import Stored
 
 T = TypeVar("T")
 
+logging.getLogger("psycopg").setLevel(logging.ERROR)  # it warns of what it also raises
+
 LEAST_VERSION = 14
 _BLOCK = 2**16  # steps and bodies that a commit may number with one value of the sequence
-_CONNECT_S = 5
 _ADVICE = (  # what to do about a connection that is refused, by what the message says
     (r"password authentication failed|no password supplied", "check the user and the password in the URL"),
     (r"role .* does not exist", "create this role, or name another user in the URL"),
     (r"database .* does not exist", "create it (CREATE DATABASE), or name another one in the URL"),
-    (r"permission denied|no pg_hba\.conf entry", "allow this user to connect to this database"),
+    (r"permission denied|pg_hba\.conf", "allow this user to connect to this database"),
     (r"too many (clients|connections)|connection slots", "raise max_connections, or stop other clients"),
     (r"starting up|shutting down|recovery", "wait until the database accepts connections, and start again"),
     (r"SSL|certificate", "check sslmode and the certificates in the URL"),
@@ -36,11 +38,18 @@ _ADVICE = (  # what to do about a connection that is refused, by what the messag
 )
 
 
+class DatabaseSilent(psycopg.OperationalError):
+    """The database did not answer in time. A link that is cut may never tell so."""
+
+
 class Connection(psycopg.Connection[dict[str, Any]]):
-    """In autocommit mode: transactions are begun by hand. Raises OperationalError where nothing comes for
-    `silence_s`: a link that is cut may never tell so."""
+    """In autocommit mode: transactions are begun by hand. Raises DatabaseSilent where nothing comes for `silence_s`.
+
+    `identity` tells it from all others that the server has had.
+    """
 
     silence_s: float = 60.0
+    identity: tuple[int, str] = (0, "")
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **kwargs: Any) -> T:
         return super().wait(self._bounded(gen), *args, **kwargs)
@@ -55,7 +64,7 @@ class Connection(psycopg.Connection[dict[str, Any]]):
                     heard_at = time.monotonic()
                 elif time.monotonic() - heard_at > self.silence_s:
                     self.pgconn.finish()
-                    raise psycopg.OperationalError(f"the database did not answer for {self.silence_s:g} seconds")
+                    raise DatabaseSilent(f"the database did not answer for {self.silence_s:g} seconds")
                 state = gen.send(ready)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
@@ -204,18 +213,18 @@ def _insertion(table: str) -> bytes:
     return f"INSERT INTO {table} SELECT * FROM unnest({', '.join(arrays)})".encode()
 
 
-def connect(url: str, *, silence_s: float = 60.0, idle_s: float = 60.0) -> Connection:
-    """A connection whose transactions the server rolls back where nothing comes from us for `idle_s`.
+def connect(url: str, *, name: str = "", lease_s: float = 600.0) -> Connection:
+    """A connection for the member of that name, if any. Raises psycopg.OperationalError.
 
-    Raises psycopg.OperationalError.
+    The server rolls back its transactions where nothing comes from us for half a lease, and a lock that it has to wait
+    for longer than a tenth is an error.
     """
     defaults = {
-        "connect_timeout": _CONNECT_S,
-        "application_name": "holdfast",
+        "connect_timeout": max(2, min(5, int(lease_s / 3))),
         "keepalives_idle": 5,
         "keepalives_interval": 2,
         "keepalives_count": 3,
-        "tcp_user_timeout": int(1000 * silence_s),
+        "tcp_user_timeout": int(1000 * lease_s),
     }
     given = conninfo_to_dict(url)
     connection = Connection.connect(
@@ -224,25 +233,41 @@ def connect(url: str, *, silence_s: float = 60.0, idle_s: float = 60.0) -> Conne
         cursor_factory=psycopg.RawCursor,
         prepare_threshold=1,
         row_factory=dict_row,
+        application_name=application_name(name),
         **{name: value for name, value in defaults.items() if name not in given},  # type: ignore[arg-type]
     )
     try:
-        connection.silence_s = silence_s
+        connection.silence_s = lease_s
         for kind, dumper in _DUMPERS.items():
             connection.adapters.register_dumper(kind, dumper)
         connection.adapters.register_loader("text", UnescapingLoader)
-        connection.execute(
+        [about] = connection.execute(
             "SELECT set_config('idle_in_transaction_session_timeout', $1, false),"
+            " set_config('lock_timeout', $2, false),"
             " CASE WHEN current_setting('synchronous_commit') = 'off'"
             " THEN set_config('synchronous_commit', 'on', false) END,"
             " (SELECT set_config(name, 'lz4', false) FROM pg_settings"
-            " WHERE name = 'default_toast_compression' AND 'lz4' = ANY (enumvals))",
-            [str(int(1000 * idle_s))],
-        )
+            " WHERE name = 'default_toast_compression' AND 'lz4' = ANY (enumvals)),"
+            " (SELECT backend_start::text AS started FROM pg_stat_activity WHERE pid = pg_backend_pid())",
+            [str(int(500 * lease_s)), str(int(100 * lease_s))],
+        ).fetchall()
+        connection.identity = (connection.info.backend_pid, about["started"])
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def application_name(member: str) -> str:
+    return f"holdfast {member}".strip()[:63]
+
+
+def end_backend(connection: Connection, identity: tuple[int, str]) -> None:
+    """End what another connection of ours that is lost may have left on the server: its transaction holds locks."""
+    connection.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = $1 AND backend_start::text = $2",
+        list(identity),
+    )
 
 
 def place_of(url: str) -> str:
@@ -254,6 +279,8 @@ def place_of(url: str) -> str:
             f"--journal is not a URL of a PostgreSQL database ({one_line(exc)}); "
             "write it as postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
         ) from exc
+    if not str(given.get("port") or "0").replace(",", "").isdecimal():
+        raise ConfigError(f"the port in --journal must be a number, got {given['port']!r}")
     port = f":{given['port']}" if given.get("port") else ""
     return f"{given.get('host') or 'localhost'}{port}/{given.get('dbname') or given.get('user') or ''}"
 

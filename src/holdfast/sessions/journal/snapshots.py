@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -30,6 +30,7 @@ _SUFFIX = ".snapshot"
 _MAX_KNOWN = 100_000  # names of shared snapshots that are remembered
 _MAX_REQUESTS = 8  # to a shared store at once
 _MAX_DELETED = 1000  # in one request
+_SHARE_S = 10.0  # for all that is shared at once
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -37,6 +38,10 @@ T = TypeVar("T")
 
 class SnapshotTier(Protocol):
     """Where snapshots go for which memory has no room. Thread-safe."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers reach them."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,6 +82,11 @@ class SnapshotStore:
         self._spilling = threading.Lock()  # one at a time moves snapshots to the tier
         self._memory: OrderedDict[str, memoryview] = OrderedDict()  # least recently used first
         self._memory_bytes = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers reach those that are not in memory."""
+        return self._tier.is_shared
 
     @property
     def memory_bytes(self) -> int:
@@ -138,9 +148,13 @@ class SnapshotStore:
         """Look up the snapshots that other servers have left, so that `in` knows of them."""
         self._tier.find(prefix)
 
-    def share(self, prefix: str) -> None:
-        """Bring those whose ids begin so from memory to where the next owner of the session may find them."""
-        self._spill(keep_bytes=-1, prefix=prefix)
+    def share(self, prefixes: Sequence[str]) -> None:
+        """Bring those whose ids begin so from memory to where other servers reach them. What that takes too long for
+        stays in memory."""
+        deadline = time.monotonic() + _SHARE_S
+        for prefix in prefixes:
+            if self._tier.is_shared and time.monotonic() < deadline:
+                self._spill(keep_bytes=-1, prefix=prefix)
 
     def spill(self) -> None:
         """Bring to disk what is in memory, as far as there is room; for a shutdown."""
@@ -185,6 +199,10 @@ class LocalSnapshots:
             self._sizes[session_id] = stat.st_size
             self._num_bytes += stat.st_size
         self._make_room(0)
+
+    @property
+    def is_shared(self) -> bool:
+        return False
 
     @property
     def num_bytes(self) -> int:
@@ -286,6 +304,10 @@ class SharedSnapshots:
         self._known: OrderedDict[str, None] = OrderedDict()
         self._doomed: queue.Queue[tuple[str, bool]] = queue.Queue(10 * _MAX_DELETED)  # names, or what they begin with
         threading.Thread(target=self._delete_doomed, name="holdfast-snapshots", daemon=True).start()
+
+    @property
+    def is_shared(self) -> bool:
+        return True
 
     @property
     def num_bytes(self) -> int:

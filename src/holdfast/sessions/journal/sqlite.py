@@ -95,7 +95,7 @@ class SqliteJournal(DatabaseJournal):
         return self._last_number
 
     async def acquire(self, session_id: str, owner: str) -> StoredSession:
-        return await asyncio.to_thread(self._read, lambda db: rows.open_session_of(db, session_id, owner))
+        return await self._look(lambda db: rows.open_session_of(db, session_id, owner))
 
     async def release(self, session_ids: Sequence[str]) -> None:
         pass

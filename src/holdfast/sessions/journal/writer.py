@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from holdfast.errors import StorageUnavailable
+from holdfast.errors import SessionElsewhere, StorageUnavailable
 from holdfast.sessions.admission import FairSemaphore
 from holdfast.sessions.journal.base import Entry, num_bytes
 
@@ -110,7 +110,7 @@ class JournalWriter:
         for write, outcome in zip(batch, outcomes, strict=True):
             if write.conclude is not None:
                 told.append((write.conclude, outcome))
-            elif outcome is not None:
+            elif outcome is not None and not isinstance(outcome, SessionElsewhere):  # what is known of it is there
                 logger.warning("the journal lost %d notes: %s", len(write.entries), outcome)
         if told and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
