@@ -492,6 +492,18 @@ async def test_all_of_a_directory_that_is_not_damaged_is_salvaged(tmp_path: Path
             await salvage(tmp_path / source, tmp_path / target)
 
 
+async def test_a_directory_of_an_earlier_version_is_salvaged_too(tmp_path: Path) -> None:
+    expected = await many_written(tmp_path / "data")
+    with contextlib.closing(sqlite3.connect(tmp_path / "data" / "journal.db")) as database:
+        for index in ("sessions_by_name", "sessions_by_number", "sessions_of_owner", "sessions_rested"):
+            database.execute(f"DROP INDEX {index}")
+        for column in ("summary", "rested_at", "name", "member"):
+            database.execute(f"ALTER TABLE sessions DROP COLUMN {column}")
+        database.execute("PRAGMA user_version = 2")
+        database.commit()
+    assert await salvaged(tmp_path / "data", tmp_path / "out", expected) == 12
+
+
 @pytest.mark.parametrize("seed", range(examples(4)))
 async def test_what_is_salvaged_from_a_damaged_directory_is_as_it_was_written(tmp_path: Path, seed: int) -> None:
     expected = await many_written(tmp_path / "data")

@@ -4,7 +4,7 @@ Queries are the same for every database: SQL that all of them understand, with n
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.sessions.record import Stored
@@ -29,8 +29,8 @@ class Database(Protocol):
         """Note of turns, each by session and number, that they were delivered, and flip the bits of `mask` in their
         sums. How many were changed: those without a reward of which it was not noted before."""
 
-    def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
-        """Rows with all columns of the table, in their order."""
+    def insert(self, rows: Mapping[str, Sequence[Sequence[Stored]]]) -> None:
+        """Rows by table, with all columns of the table in their order."""
 
     def next_step(self) -> int:
         """Spans and turns share one count, so that their order is on record. What is rolled back leaves a gap."""
@@ -60,9 +60,13 @@ class SqliteDatabase:
             turns,
         ).rowcount
 
-    def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
+    def insert(self, rows: Mapping[str, Sequence[Sequence[Stored]]]) -> None:
         """Many rows in one statement: each call into SQLite releases the GIL and has to wait to get it back. With one
         call for each row, a busy server and its journal would pass it back and forth all the time."""
+        for table, of_table in rows.items():
+            self._insert(table, of_table)
+
+    def _insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
         start = 0
         for size in _ROWS_AT_ONCE:
             while len(rows) - start >= size:

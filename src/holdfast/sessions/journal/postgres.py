@@ -56,11 +56,14 @@ T = TypeVar("T")
 _NUM_READERS = 4
 _READ_S = 60.0  # without a sign of the database, after which a read fails
 _RESOLVE_S = 2.0  # for finding out what became of a commit whose answer was lost
-_OWN_ROW = (
-    "SELECT m.epoch, m.state, l.until > clock_timestamp() AS is_valid, pg_current_xact_id()::text AS xid,"
-    " nextval('steps') AS base FROM members m JOIN leases l USING (name) WHERE m.name = $1 FOR SHARE OF m"
-)
-_OWNERS = "SELECT id, member, closed_at IS NOT NULL AS is_closed FROM sessions WHERE id = ANY ($1::text[])"
+_CHECK = "m.epoch, m.state, l.until > clock_timestamp() AS is_valid"
+_OWN_ROW = f"SELECT {_CHECK} FROM members m JOIN leases l USING (name) WHERE m.name = $1 FOR SHARE OF m".encode()
+_OWNERS = "s.id, s.member, s.closed_at IS NOT NULL AS is_closed"
+_BEGIN = (
+    f"SELECT {_CHECK}, {_OWNERS}, pg_current_xact_id()::text AS xid, (SELECT nextval('steps')) AS base FROM members m"
+    " JOIN leases l USING (name) LEFT JOIN sessions s ON s.id = ANY ($2::text[]) WHERE m.name = $1 FOR SHARE OF m"
+).encode()
+_LOCK = f"SELECT {_OWNERS} FROM sessions s WHERE s.id = ANY ($1::text[]) ORDER BY s.id FOR UPDATE".encode()
 # No other member owns a session that is free, ours, or of a member that ended: it rests since then at the latest.
 _FREE = (
     "member IS NULL OR member = ?3 OR NOT EXISTS (SELECT 1 FROM leases WHERE leases.name = member"
@@ -283,7 +286,8 @@ class PostgresJournal(DatabaseJournal):
             if has_lost and was_connected and not xid and not isinstance(exc, DatabaseSilent):
                 # Nothing is written, and a new connection may work.
                 return self._commit(writes)
-            if len(writes) > 1 and not has_lost and not isinstance(exc, JournalFailed):
+            is_everyones = has_lost or isinstance(exc, (JournalFailed, psycopg.errors.LockNotAvailable))
+            if len(writes) > 1 and not is_everyones:
                 return [outcome for write in writes for outcome in self._commit([write])]
             failed: JournalFailed | None = self._failed(exc)
             if has_lost and xid:
@@ -303,15 +307,13 @@ class PostgresJournal(DatabaseJournal):
         """
         ids = sorted({entry.session_id for entries in writes for entry in entries} | _sources(writes))
         link.connection.execute("BEGIN")
-        own = link.connection.execute(_OWN_ROW, [self._members.name])
-        owners = link.connection.execute(_OWNERS, [Texts(ids)])
-        found = own.fetchall()
+        found = link.connection.execute(_BEGIN, [self._members.name, Texts(ids)]).fetchall()
         self._check_lease(found)
         link.database.begin_commit(found[0]["base"])
-        known = {row["id"]: row for row in owners.fetchall()}
-        gone = sorted(session_id for session_id, row in known.items() if row["is_closed"])
+        known = {row["id"]: row for row in found}
+        gone = sorted(session_id for session_id, row in known.items() if row["is_closed"] and session_id is not None)
         if gone:  # others may purge them
-            locked = link.connection.execute(f"{_OWNERS} ORDER BY id FOR UPDATE".encode(), [Texts(gone)]).fetchall()
+            locked = link.connection.execute(_LOCK, [Texts(gone)]).fetchall()
             known = {session_id: row for session_id, row in known.items() if not row["is_closed"]}
             known |= {row["id"]: row for row in locked}
         opened: set[str] = set()

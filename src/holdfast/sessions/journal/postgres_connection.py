@@ -4,7 +4,7 @@ import logging
 import re
 import struct
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -183,9 +183,13 @@ class PostgresDatabase:
         )
         return len(changed.fetchall())
 
-    def insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
-        columns = [kind(values) for kind, values in zip(_COLUMNS[table], zip(*rows, strict=True), strict=True)]
-        self._connection.execute(_insertion(table), columns)
+    def insert(self, rows: Mapping[str, Sequence[Sequence[Stored]]]) -> None:
+        columns = [
+            kind(values)
+            for table, of_table in rows.items()
+            for kind, values in zip(_COLUMNS[table], zip(*of_table, strict=True), strict=True)
+        ]
+        self._connection.execute(_insertion(*rows), columns)
 
     def next_step(self) -> int:
         self._next_step = self._after(self._next_step)
@@ -208,9 +212,18 @@ def numbered(query: str) -> bytes:
 
 
 @cache
-def _insertion(table: str) -> bytes:
-    arrays = (f"${index}::{_TYPES[kind]}" for index, kind in enumerate(_COLUMNS[table], start=1))
-    return f"INSERT INTO {table} SELECT * FROM unnest({', '.join(arrays)})".encode()
+def _insertion(*tables: str) -> bytes:
+    """One statement for all of the tables."""
+    parts, number = [], 0
+    for table in tables:
+        arrays = []
+        for kind in _COLUMNS[table]:
+            number += 1
+            arrays.append(f"${number}::{_TYPES[kind]}")
+        parts.append(f"INSERT INTO {table} SELECT * FROM unnest({', '.join(arrays)})")
+    *first, last = parts
+    others = ", ".join(f"to_{table} AS ({part})" for table, part in zip(tables, first, strict=False))
+    return f"WITH {others} {last}".encode() if others else last.encode()
 
 
 def connect(url: str, *, name: str = "", lease_s: float = 600.0) -> Connection:

@@ -126,7 +126,7 @@ class Recorder:
         )
         state = (entry.sink, None, None, None)
         values = (*fields, row_checksum(fields, state), *state, None, None, entry.name or None, self.member)
-        self._db.insert("sessions", [values])
+        self._db.insert({"sessions": [values]})
         if entry.forked_from and entry.copies_turns:
             self.flush()
             self._copy_turns(entry.forked_from, entry.session_id)
@@ -264,10 +264,9 @@ class RowBatch:
         self._rows[table].append(values)
 
     def flush(self) -> None:
-        for table, rows in self._rows.items():
-            if rows:
-                self._db.insert(table, rows)
-                rows.clear()
+        if any(self._rows.values()):
+            self._db.insert({table: rows for table, rows in self._rows.items() if rows})
+            self.clear()
 
     def clear(self) -> None:
         for rows in self._rows.values():

@@ -109,6 +109,8 @@ class DamagedDatabase:
     def __init__(self, connection: sqlite3.Connection, segments: SegmentReader) -> None:
         self._connection = connection
         self._db = SqliteDatabase(connection)
+        has_name = any(column[1] == "name" for column in connection.execute("PRAGMA table_info (sessions)"))
+        self._missing = "" if has_name else ", NULL AS name"  # a version before sessions had names
         self._segments = segments
         self._rowids: dict[str, dict[str, set[int]]] = {}  # table -> session -> its rows
         self._end: dict[str, int | None] = {}  # table -> the last row that was found, where reading ended there
@@ -141,7 +143,7 @@ class DamagedDatabase:
     def read(self, session_id: str) -> tuple[list[Entry], Salvaged]:
         """The entries to write, and what was saved."""
         try:
-            [row] = self._db.select("SELECT * FROM sessions WHERE id = ?1", session_id)
+            [row] = self._db.select(f"SELECT *{self._missing} FROM sessions WHERE id = ?1", session_id)
             opened, problem = rows.opened_of(row)
         except _DAMAGE as exc:
             return [], Salvaged(session_id, problem=f"how it was opened cannot be read ({exc})")
