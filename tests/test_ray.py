@@ -56,13 +56,15 @@ def _up(journal: str, members: int, *more: str) -> int:
     return _command("up", "--members", str(members), *SERVE, "--journal", journal, *more)
 
 
-def _status(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+def _told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
     assert _command("status", "--json", "--insecure") == 0
-    told = json.loads(capsys.readouterr().out)
-    found: dict[str, dict[str, Any]] = told["ray"]
-    serving = {name for name, member in found.items() if member and member["http"]}
-    assert serving <= {member["name"] for member in told["cluster"].get("members", ())}
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def _status(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = _told(capsys)["ray"]
     return found
 
 
@@ -76,7 +78,9 @@ def _until(is_so: Callable[[], bool]) -> None:
 def test_members_run_on_ray_until_they_are_told_to_go(journal: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _up(journal, 2) == 0
     table = capsys.readouterr().err
-    first, second = _status(capsys).values()
+    told = _told(capsys)
+    assert [member["name"] for member in told["cluster"]["members"]] == list(told["ray"]) == ["tide-0", "tide-1"]
+    first, second = told["ray"].values()
     assert first["http"] in table
     for member in (first, second):
         assert httpx.get(f"http://{member['http']}/readyz").status_code == 200

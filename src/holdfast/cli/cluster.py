@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -254,10 +255,12 @@ def _stay(ray: Any) -> None:
 async def _told(arguments: argparse.Namespace, addresses: Collection[str]) -> dict[str, Any]:
     """What the first member that answers says of the cluster."""
     for address in addresses:
-        with contextlib.suppress(ServerError):
+        try:
             async with HttpServer(address, arguments) as server:
                 answer: dict[str, Any] = await server.request("GET", "/cluster")
                 return answer
+        except ServerError as exc:
+            print(f"holdfast: {exc}", file=sys.stderr)
     return {}
 
 
