@@ -8,11 +8,14 @@ import random
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from holdfast.sessions.journal import rows
 from holdfast.sessions.journal.base import Entry, SessionOpened, StoredSession, TokensGiven, TokensSampled, TurnRecorded
+from holdfast.sessions.journal.database_journal import DatabaseJournal
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.record import TurnFacts, TurnRecord
 
@@ -64,9 +67,16 @@ def spoken(index: int, number: int) -> tuple[TokensGiven, TokensSampled, TurnRec
     )
 
 
+def open_sessions(journal: DatabaseJournal) -> list[StoredSession]:
+    """All that are not closed, by number."""
+    query = "SELECT id FROM sessions WHERE closed_at IS NULL ORDER BY number, id"
+    ids = [row["id"] for row in journal._read(lambda db: db.select(query))]
+    return [journal._read(partial(rows.session_of, session_id=session_id)) for session_id in ids]
+
+
 async def serve(directory: Path) -> None:
     journal = SqliteJournal(directory, max_segment_bytes=SEGMENT_BYTES)
-    known = {session.opened.session_id: session for session in journal.load()}
+    known = {session.opened.session_id: session for session in open_sessions(journal)}
 
     async def talk(index: int) -> None:
         if name(index) not in known:

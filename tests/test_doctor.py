@@ -47,7 +47,7 @@ from holdfast.models import GGUFSource
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests import tiny
 from tests.engine_cases import needs_native
-from tests.journaling import opening
+from tests.journaling import open_sessions, opening
 
 FREE = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
 H200 = CudaDevice("H200", 150_000_000_000, 149_000_000_000)
@@ -269,7 +269,7 @@ async def test_a_data_directory_tells_who_has_it_and_what_is_in_it(tmp_path: Pat
     assert sorted(os.listdir(tmp_path)) == before
     assert find_data(crashed).num_open == 2
     again = SqliteJournal(crashed)  # looking did no harm
-    assert len(list(again.load())) == 2
+    assert len(open_sessions(again)) == 2
     await again.close()
 
 

@@ -43,6 +43,7 @@ from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.record import TurnRecord
 from tests import journaling
 from tests.effort import examples
+from tests.journaling import open_sessions
 from tests.talking import until
 
 REPOSITORY = Path(__file__).parent.parent
@@ -102,7 +103,7 @@ async def test_segments_go_once_nobody_needs_them_and_a_forks_bytes_stay(tmp_pat
 async def verified(directory: Path, acknowledged: dict[int, int]) -> None:
     """Everything acknowledged is there, and all that is there is as it was written."""
     async with opened(directory, max_segment_bytes=journaling.SEGMENT_BYTES) as journal:
-        found = {known.opened.session_id: known for known in journal.load()}
+        found = {known.opened.session_id: known for known in open_sessions(journal)}
         for index in range(journaling.NUM_SESSIONS):
             known = found.get(journaling.name(index))
             if known is None:
@@ -256,7 +257,7 @@ async def test_a_read_only_directory_is_refused_by_name(small_disk: Path) -> Non
         SqliteJournal(small_disk / "data")
     remount(small_disk, "rw")
     async with opened(small_disk / "data") as journal:
-        assert [known.opened for known in journal.load()] == [session()]
+        assert [known.opened for known in open_sessions(journal)] == [session()]
 
 
 async def test_segments_that_cannot_be_made_fail_the_write_until_they_can(tmp_path: Path) -> None:
@@ -587,7 +588,7 @@ async def test_a_session_with_a_damaged_step_is_failed_not_altered(
         )
     flip(tmp_path / "journal.db", (tmp_path / "journal.db").read_bytes().index(b"to be found"))
     async with opened(tmp_path) as journal:
-        damaged, whole = journal.load()
+        damaged, whole = open_sessions(journal)
         assert (whole.opened.session_id, whole.failure) == ("b", None)
         assert damaged.steps == (without_bodies(turn(1)),)
         assert "damaged" in str(damaged.failure)
@@ -616,7 +617,7 @@ def test_no_flipped_bit_of_the_database_is_ever_served(whole: Path, where: float
         except ConfigError:
             return
         try:
-            for found in journal.load():
+            for found in open_sessions(journal):
                 assert found.failure or found.opened == session()
                 for step in found.steps:
                     assert step in expected
@@ -645,7 +646,7 @@ def test_a_column_whose_name_is_damaged_is_damage(whole: Path, tmp_path: Path, c
     assert column in data
     path.write_bytes(data.replace(column, column[:-1] + bytes([column[-1] ^ 1])))
     with pytest.raises((ConfigError, StorageUnavailable)):
-        list(SqliteJournal(tmp_path).load())
+        open_sessions(SqliteJournal(tmp_path))
 
 
 async def test_a_damaged_end_of_the_write_ahead_log_is_reported_and_cut(
@@ -690,7 +691,7 @@ async def test_an_older_database_is_brought_up_to_date_with_all_it_holds(tmp_pat
             plain.execute(f"INSERT INTO main.{table} SELECT {columns} FROM new.{table}")
         plain.commit()
     async with opened(tmp_path) as journal:
-        [found] = journal.load()
+        [found] = open_sessions(journal)
         assert found.steps == (without_bodies(turn(1)), TokensGiven("a", array("i", [7])))
         await journal.write(turn(2))
     with contextlib.closing(sqlite3.connect(path)) as plain:
@@ -719,7 +720,7 @@ async def test_no_journal_keeps_nothing_and_never_fails() -> None:
     journal: Journal = NoJournal()
     await journal.write(session(), turn(1), SessionPurged("b"))
     journal.note(TurnDelivered("a", 1))
-    assert (list(journal.load()), list(journal.closed()), journal.health, journal.last_number) == ([], [], None, 0)
+    assert (list(journal.closed()), journal.health, journal.last_number) == ([], None, 0)
     assert await journal.purge(before=1e9) == 0
     for read in (journal.read_request, journal.read_response):
         with pytest.raises(SessionNotFound):

@@ -42,6 +42,7 @@ from holdfast.sessions.journal.postgres import PostgresJournal
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.record import TemplateInputs, TurnFacts, TurnRecord
 from tests.effort import examples
+from tests.journaling import open_sessions
 from tests.postgres import execute, fresh_database
 from tests.test_journal import HEAVY, session, turn, without_bodies
 
@@ -219,7 +220,9 @@ async def comes_back(
             [without_bodies(entry) if isinstance(entry, TurnRecorded) else entry for entry in written]
         )
         assert found == StoredSession(**({"opened": first} | expected), steps=found.steps)
-        assert [known.opened.session_id for known in journal.load()] == ([] if expected["closed_why"] else ["a"])
+        assert [known.opened.session_id for known in open_sessions(journal)] == (
+            [] if expected["closed_why"] else ["a"]
+        )
         for entry in written:
             if isinstance(entry, TurnRecorded):
                 assert await journal.read_request("a", entry.turn.number) == entry.turn.request
@@ -248,7 +251,7 @@ class Model:
 
     async def check(self, journal: Journal) -> None:
         alive = [session_id for session_id in self.opened if session_id not in self.closed]
-        assert [found.opened.session_id for found in journal.load()] == alive
+        assert [found.opened.session_id for found in open_sessions(journal)] == alive
         assert {gone.session_id: gone for gone in journal.closed()} == self.closed
         assert journal.last_number == max((known.number for known in self.opened.values()), default=0)
         for session_id, expected in self.opened.items():
@@ -553,7 +556,7 @@ async def test_a_damaged_row_is_refused_and_what_is_before_it_is_not(place: Plac
     place.execute("UPDATE bodies SET checksum = checksum + 1 WHERE id = (SELECT response FROM turns WHERE number = 1)")
     place.execute("UPDATE sessions SET label = 'another' WHERE id = 'b'")
     async with place.opened() as journal:
-        damaged, other = journal.load()
+        damaged, other = open_sessions(journal)
         assert damaged.steps == (without_bodies(turn(1)), without_bodies(turn(2)))
         assert "damaged; the 2 steps before it are intact" in str(damaged.failure)
         assert "how this session was opened is damaged" in str(other.failure)

@@ -10,7 +10,7 @@ from holdfast.sessions.journal.base import Rewarded, TurnDelivered
 from holdfast.sessions.journal.database import SqliteDatabase
 from holdfast.sessions.journal.recorder import RowBatch
 from holdfast.sessions.journal.sqlite import SqliteJournal
-from tests.journaling import name, opening, same_turn, spoken
+from tests.journaling import name, open_sessions, opening, same_turn, spoken
 
 NUM_TURNS = 45  # statements of 32, 8, 4 and 1
 
@@ -31,7 +31,7 @@ async def _written(directory: Path, *, together: bool) -> None:
 async def test_one_commit_of_many_turns_holds_what_many_commits_hold(tmp_path: Path, together: bool) -> None:
     await _written(tmp_path, together=together)
     journal = SqliteJournal(tmp_path)
-    (session,) = journal.load()
+    (session,) = open_sessions(journal)
     assert all(same_turn(session, 0, number) for number in range(1, NUM_TURNS + 1))
     assert await journal.read_response(name(0), NUM_TURNS) == spoken(0, NUM_TURNS)[2].turn.response
     await journal.close()
@@ -45,7 +45,7 @@ async def test_turns_are_delivered_whether_or_not_they_have_a_reward(tmp_path: P
     await asyncio.gather(journal.write(*entries), journal.write(Rewarded(name(0), 3, 1.5)))
     await journal.close()
     journal = SqliteJournal(tmp_path)
-    (session,) = journal.load()  # every sum is right: a wrong one would be a failure
+    (session,) = open_sessions(journal)  # every sum is right: a wrong one would be a failure
     assert session.failure is None
     told = [(turn.is_delivered, turn.reward) for turn in session.turns[:4]]
     assert told == [(True, None), (True, 0.5), (True, 1.5), (False, None)]

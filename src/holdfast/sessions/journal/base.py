@@ -328,9 +328,6 @@ class Journal(Protocol):
     def last_number(self) -> int:
         """The highest number of a session on record. Blocks for a moment."""
 
-    def load(self) -> Iterator[StoredSession]:
-        """All sessions that are not closed, by number."""
-
     async def next_number(self) -> int:
         """Of a session that is about to be made; higher than all before."""
 
@@ -406,9 +403,6 @@ class NoJournal:
 
     def note(self, *entries: Entry) -> None:
         pass
-
-    def load(self) -> Iterator[StoredSession]:
-        return iter(())
 
     async def next_number(self) -> int:
         return next(self._numbers)

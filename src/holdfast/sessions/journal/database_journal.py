@@ -49,13 +49,6 @@ class DatabaseJournal:
     def note(self, *entries: Entry) -> None:
         self._writer.note(entries)
 
-    def load(self) -> Iterator[StoredSession]:
-        for session_id in self._read(rows.open_ids):
-            session = self._read(partial(rows.session_of, session_id=session_id))
-            if session.failure:
-                logger.error("session %s: %s", session_id, session.failure)
-            yield session
-
     async def find_named(self, owner: str, name: str) -> str | None:
         return await self._look(lambda db: rows.named(db, owner, name))
 

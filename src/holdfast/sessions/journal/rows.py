@@ -109,11 +109,6 @@ def open_session_of(db: Database, session_id: str, owner: str) -> StoredSession:
     return session_of(db, session_id)
 
 
-def open_ids(db: Database) -> list[str]:
-    query = "SELECT id FROM sessions WHERE closed_at IS NULL ORDER BY number, id"
-    return [row["id"] for row in db.select(query)]
-
-
 def named(db: Database, owner: str, name: str) -> str | None:
     query = "SELECT id FROM sessions WHERE owner = ?1 AND name = ?2 AND closed_at IS NULL"
     return next((row["id"] for row in db.select(query, owner, name)), None)
