@@ -160,12 +160,15 @@ def _failed_gates(run: ClusterRun, lease_s: float = 1.0) -> set[str]:
 
 
 def test_a_cluster_is_judged_by_all_that_can_go_wrong() -> None:
-    hit = _fault("pause", "s", 1.0, 2.0)
-    assert _failed_gates(_run(LATE, [hit, END])) == set()
-    assert _failed_gates(_run([*LATE, _attempt(3, "d", 5.0)], [hit, END])) == {"nothing_lost"}
-    assert _failed_gates(_run(LATE, [hit, END], stuck=("session s",))) == {"every_session_goes_on"}
-    assert _failed_gates(_run(LATE, [_fault("pause", "s", 0.5, 2.0), END])) == {"answered_again"}
-    assert _failed_gates(_run(LATE, [hit, _fault("roll", "", 9.0, 9.5, 0, 1), END])) == {"stops_cleanly"}
+    hit, roll = _fault("pause", "s", 1.0, 2.0), _fault("roll", "", 4.1, 4.2)
+    assert _failed_gates(_run(LATE, [hit, roll, END])) == set()
+    assert _failed_gates(_run([*LATE, _attempt(3, "d", 5.0)], [hit, roll, END])) == {"nothing_lost"}
+    assert _failed_gates(_run(LATE, [hit, roll, END], stuck=("session s",))) == {"every_session_goes_on"}
+    assert _failed_gates(_run(LATE, [_fault("pause", "s", 0.5, 2.0), roll, END])) == {"answered_again"}
+    assert _failed_gates(_run(LATE, [hit, replace(roll, exit_codes=[0, 1]), END])) == {"stops_cleanly"}
+    refused = [_attempt(2, "c", at, is_acknowledged=False, content="", ended_s=at) for at in (4.11, 4.12)]
+    assert _failed_gates(_run([*LATE, refused[0]], [hit, roll, END])) == set()
+    assert _failed_gates(_run([*LATE, *refused], [hit, roll, END])) == {"a_retry_passes_a_restart"}
 
 
 def test_the_same_seed_plans_the_same_faults_and_every_kind_comes() -> None:
@@ -187,7 +190,7 @@ def test_a_history_of_tokens_is_split_into_its_turns() -> None:
 
 async def test_a_cluster_under_every_kind_of_fault_has_all_that_it_acknowledged() -> None:
     settings = ClusterSettings(
-        faults=len(KINDS), members=2, lease_s=1.0, patience_s=1.0, chats=4, token_sessions=2, turns=12
+        faults=len(KINDS), members=2, lease_s=1.0, patience_s=1.0, chats=4, token_sessions=2, turns=12, seed=1
     )
     results = Results("cluster", "", dataclasses.asdict(settings))
     async with PromptedUpstream(delay_s=0.001) as upstream:

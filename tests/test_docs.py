@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,26 @@ def test_the_quickstart_works_from_its_first_block_to_its_last(tmp_path: Path) -
     sent = [int(number) for number in re.findall(r"(\d+) prompt tokens", "".join(outputs))]
     assert sent == sorted(set(sent))  # the conversation grows, also over the restart
     assert max(computed[1:]) <= 24 < computed[0]  # what it costs does not
+
+
+@pytest.mark.slow
+def test_the_tour_of_a_cluster_works(tmp_path: Path, postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs/operations/cluster.md"
+    monkeypatch.setenv("HOLDFAST_JOURNAL", postgres)
+    (command,) = [block for block in blocks_of(page, "sh") if "--member tour" in block.text]
+    before, after = blocks_of(page, "python")
+    with reading(tmp_path) as reader:
+        banner = reader.type(command)
+        assert missing_in(banner, command.shown) is None
+        _follow(reader, [before])
+        for pid in re.findall(r"tour-1 \(pid (\d+)\)", banner):
+            os.kill(int(pid), signal.SIGKILL)
+        while [member["state"] for member in httpx.get(f"http://{reader.http}/cluster").json()["members"]] != [
+            "serving",
+            "serving",
+        ]:
+            time.sleep(0.1)
+        _follow(reader, [after])
 
 
 def test_the_two_commands_of_the_readme_exist() -> None:

@@ -477,8 +477,12 @@ async def test_keys_and_owners(keys_file: str) -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    return self_signed(tmp_path)
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
     """A self-signed certificate for this machine, and its key."""
-    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    chain, key = folder / "cert.pem", folder / "key.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(chain)]
     subprocess.run([*make, *names], check=True, capture_output=True)

@@ -35,14 +35,15 @@ from holdfast.serving import storage
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions import residence
 from holdfast.sessions.journal.base import Entry, Rewarded, SessionClosed, StoredSession, TokensSampled, TurnRecorded
-from holdfast.sessions.journal.snapshots import LocalSnapshots, SnapshotStore
+from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.view import SessionState
 from tests.effort import examples
+from tests.postgres import fresh_database
 from tests.serving import Server, SlowEngine, default_chat, model_of, serving, wordy_engine
-from tests.talking import chat_path, client_of, open_session, refusal_of, said, until
+from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
 
 OWNER = "ann"
 GREEDY = SamplingParams(seed=0, max_tokens=4, temperature=0)
@@ -176,22 +177,45 @@ async def driven(seed: int, drive: Drive | None = None, *, num_slabs: int, **opt
 
 @pytest.mark.parametrize("seed", range(examples(2)))
 async def test_sessions_that_rest_all_the_time_are_told_apart_from_no_other(seed: int, tmp_path: Path) -> None:
-    num_steps = 60
+    num_steps, few = 36, {"num_slabs": 2, "max_parked": 2}
     async with driven(seed, num_slabs=40, max_parked=1000) as calm:
         for number in range(num_steps):
             await calm.step(number)
         await calm.all()
     restless: Drive | None = None
-    for first in range(0, num_steps, 20):  # a restart after every 20 steps
-        async with driven(seed, restless, num_slabs=2, max_parked=2, data_dir=str(tmp_path)) as restless:
-            for number in range(first, first + 20):
-                await restless.step(number)
-            if first == num_steps - 20:
-                await restless.all()
-                assert restless.server.metrics.session_total.labels("loaded")._value.get() > 10
+    with fresh_database() if seed % 2 else contextlib.nullcontext("") as url:
+        keeping = {"journal": url, "member": "one"} if url else {"data_dir": str(tmp_path)}
+        for first in range(0, num_steps, 12):  # a restart after every 12 steps
+            async with driven(seed, restless, **few, **keeping) as restless:
+                for number in range(first, first + 12):
+                    await restless.step(number)
+                if first == num_steps - 12:
+                    await restless.all()
+                    assert restless.server.metrics.session_total.labels("loaded")._value.get() > 5
     assert restless is not None
     for mine, theirs in zip(restless.seen, calm.seen, strict=True):
         assert mine == theirs
+
+
+async def test_many_who_talk_at_once_get_what_they_get_alone(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, agent: int) -> list[str]:
+        async def post(path: str, body: dict[str, Any]) -> Any:
+            answer = await eventually(lambda: client.post(path, json=body), lambda answer: answer.status_code != 429)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        session = (await post("/sessions", {"history": "forest" if agent % 2 else "strict"}))["session_id"]
+        texts: list[str] = []
+        for number in range(4):
+            texts.append(f"{agent} {number}")
+            texts.append((await post(chat_path(session), said(*texts)))["choices"][0]["message"]["content"])
+        return texts
+
+    async with driven(0, num_slabs=20) as calm:
+        alone = [await talk(calm.client, agent) for agent in range(6)]
+    async with driven(0, num_slabs=2, max_parked=3, data_dir=str(tmp_path)) as busy:
+        assert await asyncio.gather(*(talk(busy.client, agent) for agent in range(6))) == alone
+        assert busy.server.metrics.session_total.labels("loaded")._value.get() > 0
 
 
 # The runtime on a journal
@@ -230,7 +254,7 @@ async def resting(
 ) -> AsyncIterator[tuple[Runtime, Journal]]:
     engine = SlowEngine(num_slabs=num_slabs, forward_s=0.0)
     backend = EmbeddedBackend(Worker(engine), model_of(engine))
-    journal, snapshots = Journal(folder), SnapshotStore(LocalSnapshots(folder / "snapshots", budget_bytes=1 << 20))
+    journal, snapshots = Journal(folder), SnapshotStore(open_tier("", folder / "snapshots", budget_bytes=1 << 20))
     backend.start()
     try:
         yield Runtime(backend, journal=journal, snapshots=snapshots, max_parked=max_parked, **options), journal

@@ -10,13 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
 from holdfast.errors import ConfigError, InvalidArgument
-from holdfast.sessions.journal.blobs import BlobStore, DirectoryBlobs, ObjectBlobs, open_blobs
+from holdfast.sessions.journal.blobs import BlobStore, DirectoryBlobs, ObjectBlobs, open_blobs, usable_blobs
 from holdfast.sessions.journal.snapshots import SharedSnapshots, SnapshotStore
+from tests.postgres import fresh_database
+from tests.serving import default_chat, serving, wordy_engine
+from tests.talking import chat_path, client_of, open_session, said, until
 
 KEYS = [f"{random.Random(number).getrandbits(128):032x}" for number in range(20)]
 
@@ -130,6 +134,13 @@ def test_a_store_that_is_away_is_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(OSError, match=r"127\.0\.0\.1:1") as caught:
         open_blobs("s3://bucket/path").get(KEYS[0])
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"cannot use s3://bucket/path: .*127\.0\.0\.1:1"):
+        usable_blobs("s3://bucket/path")
+
+
+def test_a_store_that_works_is_left_as_it_was(tmp_path: Path) -> None:
+    usable_blobs(str(tmp_path))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 # Snapshots
@@ -232,3 +243,23 @@ def test_a_shared_store_that_is_away_or_hangs_is_a_miss_and_is_left_alone_for_a_
     (record,) = caplog.records
     assert "shared snapshots are not used for 30 s" in record.message
     assert ("no answer within 0.05 s" if hangs else "it is away") in record.message
+
+
+def num_files(directory: Path, name: str) -> int:
+    return sum(path.is_file() for path in directory.rglob(f"{name}*"))
+
+
+@pytest.mark.parametrize("history", ["strict", "forest"])
+async def test_a_member_that_drains_leaves_its_snapshots_to_the_next_owner(tmp_path: Path, history: str) -> None:
+    with fresh_database() as url:
+        options: dict[str, Any] = {"journal": url, "snapshots": str(tmp_path), "max_parked": 10}
+        async with serving(wordy_engine(), default_chat(), member="a", **options) as first, client_of(first) as client:
+            session = await open_session(client, history=history)
+            reply = (await client.post(chat_path(session), json=said("a"))).json()["choices"][0]["message"]["content"]
+        assert num_files(tmp_path, session) == 1
+        async with serving(wordy_engine(), default_chat(), member="b", **options) as other, client_of(other) as client:
+            more = await client.post(chat_path(session), json=said("a", reply, "b"))
+            assert more.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            assert other.metrics.session_woken.labels("snapshot")._value.get() == 1
+            assert (await client.delete(f"/sessions/{session}")).status_code == 204
+            await until(lambda: num_files(tmp_path, session) == 0)

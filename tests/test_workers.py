@@ -160,22 +160,29 @@ def test_delays_double_up_to_a_limit_and_a_worker_that_served_for_long_is_starte
     assert child.starts_at <= time.monotonic()
 
 
-def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    child = (
+        "import os, signal, sys\nfrom holdfast.cli.supervision import ChildReport, ParentLink\n"
+        "ParentLink(int(sys.argv[1].partition('=')[2])).tell(ChildReport(banner=str(os.getpid())))\nsignal.pause()"
+    )
     program = (
         "import sys\nfrom holdfast.cli.supervision import ServerChild, Supervisor\n"
-        "words = [sys.executable, '-c', *sys.argv[1:]]\n"
-        "Supervisor([ServerChild('w0', words)], drain_s=5, on_ready=lambda _: print('', flush=True)).run()"
+        "children = [ServerChild('w0', [sys.executable, '-c', sys.argv[1]])]\n"
+        "Supervisor(children, drain_s=5, on_ready=lambda report: print(report.banner, flush=True)).run()"
     )
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", program, STAND_IN, "w0", str(log), ""]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen([sys.executable, "-c", program, child], stdout=subprocess.PIPE) as parent:
         assert parent.stdout
-        assert parent.stdout.readline()
+        pid = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 10
-    while "end w0" not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    Workers.until(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _members(address: str) -> dict[str, int]:

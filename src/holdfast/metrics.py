@@ -84,6 +84,7 @@ class Metrics:
             "requests sent to the member that owns their session, by what became of them",
             *("door", "outcome"),
         )
+        self.cluster_takeovers = counter("cluster_takeovers_total", "sessions that were taken over from a dead member")
         self.sessions_lost = counter(
             "cluster_sessions_lost_total", "sessions that another member took while this one had them in use"
         )

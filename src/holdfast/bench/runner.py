@@ -278,6 +278,8 @@ def _draw(axes: Any, chart: Chart, report: Report) -> None:
             axes.axvline(place, color=colour, alpha=0.4, linewidth=0.8, label="" if number else name)
     if chart.kind == "bars":
         axes.invert_yaxis()
+    elif chart.marks:
+        axes.legend(frameon=False, fontsize="small", ncols=4, loc="upper left", bbox_to_anchor=(0, -0.12))
     else:
         axes.legend(frameon=False)
     if chart.kind == "course":

@@ -12,8 +12,9 @@ import logging
 import os
 import re
 import socket
+import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -109,7 +110,7 @@ def _up(arguments: argparse.Namespace) -> int:
         except HoldfastError:
             _remove(ray, new)
             raise
-        _show(ray, {}, Console(stderr=True))
+        _show(_statuses(ray, ray.util.list_named_actors()), {}, Console(stderr=True))
         if arguments.ray_address == "local":
             _stay(ray)
     return 0
@@ -123,7 +124,7 @@ def _status(arguments: argparse.Namespace) -> int:
             shown = {name: dataclasses.asdict(status) if status else None for name, status in found.items()}
             print(json.dumps({"ray": shown, "cluster": told}))
         else:
-            _show(ray, told, Console())
+            _show(found, told, Console())
     return 0
 
 
@@ -168,7 +169,8 @@ def _connected(arguments: argparse.Namespace) -> Iterator[Any]:
             logging_level=logging.ERROR,
         )
     except (RuntimeError, ValueError, OverflowError, OSError) as exc:
-        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")
+        said = (isinstance(exc, OSError) and exc.strerror) or str(exc).strip() or type(exc).__name__
+        reason = said.splitlines()[0].rstrip(".")
         raise ClusterFailed(
             f"no connection to Ray at {address}: {reason}; start one with `ray start --head`, pass --ray-address, or, "
             "where it asks for a token, set RAY_AUTH_MODE and RAY_AUTH_TOKEN"
@@ -253,17 +255,18 @@ def _stay(ray: Any) -> None:
 async def _told(arguments: argparse.Namespace, addresses: Collection[str]) -> dict[str, Any]:
     """What the first member that answers says of the cluster."""
     for address in addresses:
-        with contextlib.suppress(ServerError):
+        try:
             async with HttpServer(address, arguments) as server:
                 answer: dict[str, Any] = await server.request("GET", "/cluster")
                 return answer
+        except ServerError as exc:
+            print(f"holdfast: {exc}", file=sys.stderr)
     return {}
 
 
-def _show(ray: Any, told: dict[str, Any], console: Console) -> None:
+def _show(found: Mapping[str, RayMemberStatus | None], told: Mapping[str, Any], console: Console) -> None:
     members = {member["name"]: member for member in told.get("members", ())}
     table = Table("member", "state", "node", "pid", "restarts", "HTTP", "sessions", "lease", box=None)
-    found = _statuses(ray, ray.util.list_named_actors())
     for name in sorted({*found, *members}):
         status, member = found.get(name), members.get(name, {})
         state = member.get("state") or ("serving" if status and status.http else "starting")

@@ -53,7 +53,7 @@ def run_workers(flags: Sequence[str], server: ServeConfig, engine: EngineConfig,
 
 def _workers(server: ServeConfig, engine: EngineConfig, grpc: str, http: str) -> Iterator[tuple[str, list[str]]]:
     """For each worker its name in the cluster and its own flags."""
-    base = server.member or f"{socket.gethostname()}-{(http or grpc).rpartition(':')[2]}"
+    base = server.member or f"{socket.gethostname()}:{(http or grpc).rpartition(':')[2]}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = engine.threads or (0 if "OMP_NUM_THREADS" in os.environ else max(1, cores // server.workers))
     for index in range(server.workers):

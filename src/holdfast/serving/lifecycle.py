@@ -155,7 +155,9 @@ async def _endpoints(
     drain = _Drain(runtime, admission if chats else None, cluster, config.drain_s)
 
     def not_ready() -> str | None:
-        return "draining" if drain.has_begun else storage.journal.health or backend.not_ready
+        if drain.has_begun:
+            return "draining"
+        return storage.journal.health or (cluster and cluster.not_ready) or backend.not_ready
 
     async def describe() -> ClusterView:
         if cluster is not None:

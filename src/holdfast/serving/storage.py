@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError, StorageUnavailable
 from holdfast.extras import how_to_install
 from holdfast.metrics import Metrics
 from holdfast.sessions.journal.base import Journal, NoJournal
-from holdfast.sessions.journal.blobs import open_blobs
+from holdfast.sessions.journal.blobs import usable_blobs
 from holdfast.sessions.journal.schema import MODEL, note_model, noted_model, room_advice, salvage_advice
 from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
 from holdfast.sessions.journal.sqlite import SqliteJournal
@@ -78,10 +78,11 @@ def _postgres(config: ServeConfig, metrics: Metrics, model: ModelInfo) -> Journa
     return PostgresJournal(
         config.journal,
         lease_s=config.lease_s,
-        blobs=open_blobs(config.blobs) if config.blobs else None,
+        blobs=usable_blobs(config.blobs) if config.blobs else None,
         model=_facts(model) if model.tokenizer_hash else None,
         on_commit=lambda seconds, num_writes: metrics.journal_commit.observe(seconds),
         on_renewed=metrics.member_renew.observe,
+        on_takeover=metrics.cluster_takeovers.inc,
     )
 
 

@@ -154,13 +154,16 @@ class SlabCapacity:
             raise
 
     @contextlib.asynccontextmanager
-    async def parked_place(self) -> AsyncIterator[None]:
-        """Room for one more session that has no slab; it is to be registered before the context ends."""
+    async def parked_place(self, *, may_exceed: bool = False) -> AsyncIterator[None]:
+        """Room for one more session that has no slab; it is to be registered before the context ends. `may_exceed`:
+        a cache of a session that has a place does not wait where all others are in use."""
         patience = asyncio.get_running_loop().time() + _PATIENCE_S
         while self._registry.num_parked + self._num_coming >= max(self._max_parked, self._registry.capacity):
             if (longest := self._registry.longest_unused(is_parked=True)) is not None:
                 await self._give_up(longest)
                 continue
+            if may_exceed:
+                break
             self._has_left.clear()  # requests that are just ending still hold their sessions
             try:
                 async with asyncio.timeout_at(patience):

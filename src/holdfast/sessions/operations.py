@@ -102,8 +102,11 @@ class Operations:
         """
         if not session.is_kept:
             return
+        if session.dropped is not None:
+            session.check_here()  # another copy of it may have been read since
         num_bytes = sum(map(recorded_bytes, entries))
         self.count_bytes(session, num_bytes)
+        session.num_writes += 1
         try:
             try:
                 await self.journal.write(*entries)
@@ -117,6 +120,8 @@ class Operations:
             if isinstance(exc, RecordUncertain | Fenced) or isinstance(exc.__cause__, SessionElsewhere):
                 self._drop(session, exc)
             raise
+        finally:
+            session.num_writes -= 1
 
     def count_bytes(self, session: Session, num_bytes: int) -> None:
         session.num_bytes += num_bytes

@@ -36,7 +36,7 @@ OnLoaded = Callable[[StoredSession], Callable[[], None]]
 _LOADS_AT_ONCE = 8  # each holds a whole session that is not yet counted
 _RESTED_AT_ONCE = 256  # sessions in one commit
 _EXPIRED_AT_ONCE = 256
-_LOOK_S = 0.02  # how often a server that hands over looks for sessions that are free by now
+_LOOK_S = 0.02  # how often it is looked whether a session is free by now
 
 NOT_OURS = (RecordUncertain, SessionElsewhere, Fenced)  # what is in memory may not be what is on record
 
@@ -182,6 +182,7 @@ class Residence:
         if session.gate.is_closed:
             return
         caches = self._registry.caches_of(session.id)
+        self.closing(session.id, self._task(self._written(session)))
         for one in (session, *caches):
             if one.gate.is_closed:
                 continue
@@ -190,6 +191,11 @@ class Residence:
             if one.handle is not None:
                 self.capacity.begin_closing()
                 self._task(self._free(one))
+
+    async def _written(self, session: Session) -> None:
+        """What others write of the session is on record: only then it may be read again."""
+        while session.num_writes:  # noqa: ASYNC110 - seldom, and for a moment
+            await asyncio.sleep(_LOOK_S)
 
     async def _free(self, session: Session) -> None:
         """Free the slab of a session that was dropped."""

@@ -440,7 +440,7 @@ class Runtime:
         await self._count(session)
         try:
             if opening is None:
-                async with self._capacity.parked_place():
+                async with self._capacity.parked_place(may_exceed=bool(session.cache_of)):
                     self._registry.add_parked(session)
             else:
                 session.handle = await self._capacity.opened(opening, may_evict=is_kept or bool(session.cache_of))

@@ -92,6 +92,7 @@ class Session:
     closed_why: str = ""  # closed, expired or evicted
     dropped: HoldfastError | None = None  # why it is not in memory any more, though it was not closed
     is_counted: bool = False  # among the sessions that its owner has, as long as the journal does not count it
+    num_writes: int = 0  # to the journal, under way
     num_users: int = 0  # requests that need it in memory
     is_leaving: bool = False  # the memory: nobody may begin to use it
     parking: "asyncio.Task[None] | None" = None  # its slab is being freed

@@ -34,6 +34,7 @@ _GIVEN_UP_SHARE = 0.15  # of the failed attempts: the client asks for something 
 _WORTH_A_RETRY = frozenset({408, 409, 421, 429})
 _RETRIED_CODES = frozenset({"unknown", "connection_failed", "deadline_exceeded", "cancelled", "session_busy"})
 _READ_S = 60.0
+_SHOWN = 300
 
 
 class TurnFailed(Exception):
@@ -438,7 +439,8 @@ async def read_record(
     session: ClientSession, http: aiohttp.ClientSession, sdk: "AsyncClient", base: str
 ) -> list[RecordedTurn] | None:
     """All turns of a session, branches included, in the order in which they are on record; None: there is no such
-    session."""
+    session. Raises SessionStuck where it cannot be read."""
+    from holdfast_sdk import HoldfastError as SdkError
     from holdfast_sdk import SessionNotFound
 
     if not session.is_chat:
@@ -446,12 +448,16 @@ async def read_record(
             return split_turns(await read_tokens(sdk, session.session_id), 0)
         except SessionNotFound:
             return None
+        except SdkError as exc:
+            raise SessionStuck(f"it cannot be read: {exc.code}: {exc}") from exc
     timeout = aiohttp.ClientTimeout(total=_READ_S)
     async with http.get(f"{base}/sessions/{session.session_id}?branches=all", timeout=timeout) as reply:
+        content = await reply.read()
         if reply.status == 404:
             return None
-        reply.raise_for_status()
-        shown = msgspec.json.decode(await reply.read(), type=_ShownSession)
+        if reply.status != 200:
+            raise SessionStuck(f"it cannot be read: {reply.status} {content[:_SHOWN]!r}")
+        shown = msgspec.json.decode(content, type=_ShownSession)
     return [_recorded(one) for one in shown.records]
 
 

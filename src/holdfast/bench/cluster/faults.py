@@ -13,6 +13,7 @@ from holdfast.bench.cluster.postgres import PostgresProcess
 
 FaultKind = Literal["kill", "pause", "cut", "deaf", "database", "roll", "join"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+PLANNED: tuple[FaultKind, ...] = ("roll", "join")  # a careful client notices them once at most
 LOSING: tuple[FaultKind, ...] = ("kill", "pause", "cut", "deaf")  # a member loses its lease by it, if it lasts
 
 _LONGER = 1.5  # leases that a member is away, at most, beyond the one that it loses

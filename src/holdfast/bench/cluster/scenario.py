@@ -15,8 +15,16 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from holdfast.bench.cluster.clients import ChatClient, ClusterClient, Playground, TokenClient, read_record, together
-from holdfast.bench.cluster.faults import KINDS, LOSING, FaultKind, FaultRun, Saboteur, plan_faults
+from holdfast.bench.cluster.clients import (
+    ChatClient,
+    ClusterClient,
+    Playground,
+    SessionStuck,
+    TokenClient,
+    read_record,
+    together,
+)
+from holdfast.bench.cluster.faults import KINDS, LOSING, PLANNED, FaultKind, FaultRun, Saboteur, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
 from holdfast.bench.cluster.members import MemberProcesses, members_of
 from holdfast.bench.cluster.postgres import PostgresProcess
@@ -187,10 +195,14 @@ async def _read_all(playground: Playground, base: str, grpc: str) -> dict[str, l
 
         async def read(number: int) -> None:
             session = playground.sessions[number]
-            async with free:
-                turns = await read_record(session, playground.http, sdk, base)
-            if turns is not None:
-                found[session.session_id] = turns
+            try:
+                async with free:
+                    turns = await read_record(session, playground.http, sdk, base)
+            except SessionStuck as exc:
+                playground.stuck.append(f"session {session.session_id}: {exc}")
+            else:
+                if turns is not None:
+                    found[session.session_id] = turns
 
         await asyncio.gather(*map(read, range(len(playground.sessions))))
     return found
@@ -225,6 +237,20 @@ def is_alone(fault: FaultRun, everyone: Sequence[FaultRun], until_s: float) -> b
     return not any(other.began_s < until_s and other.over_s > fault.began_s for other in others)
 
 
+def failures_by_turn(run: ClusterRun, kinds: Sequence[FaultKind]) -> list[int]:
+    """How often each turn failed that was asked for during faults of these kinds, while nothing else was wrong."""
+    found: list[int] = []
+    for fault in run.faults[:-1]:
+        if fault.kind in kinds and is_alone(fault, run.faults, fault.over_s):
+            turns: dict[tuple[str, str], int] = {}
+            for one in run.attempts:
+                if fault.began_s <= one.ended_s and one.started_s <= fault.over_s:
+                    key = one.session_id, one.turn
+                    turns[key] = turns.get(key, 0) + (not one.is_acknowledged)
+            found += turns.values()
+    return found
+
+
 def record_run(settings: ClusterSettings, run: ClusterRun, results: Results) -> None:
     """Everything about a run as figures and series of the report."""
     verdict = run.verdict
@@ -242,14 +268,17 @@ def record_run(settings: ClusterSettings, run: ClusterRun, results: Results) -> 
     for name in ("unanswered_s", "overlapping/unanswered_s", *(f"{kind}/unanswered_s" for kind in LOSING)):
         for value in results.report.values(name):
             results.figure(f"{name.removesuffix('_s')}", "s", value, "lower")
+    failures = failures_by_turn(run, PLANNED)
+    results.figure("planned/turns", "turns", len(failures))
+    results.figure("planned/failed_once", "turns", sum(number == 1 for number in failures))
+    results.figure("planned/failed_again", "turns", sum(number > 1 for number in failures))
     counted = Counter(fault.kind for fault in run.faults[:-1])
     for kind in KINDS:
         results.figure(f"faults/{kind}", "", counted[kind])
     for fault in run.faults:
         if is_alone(fault, run.faults, fault.over_s):
             results.extend("exit_codes", "", [float(code) for code in fault.exit_codes])
-    failures = Counter(one.error for one in run.attempts if not one.is_acknowledged)
-    for error, number in failures.most_common():
+    for error, number in Counter(one.error for one in run.attempts if not one.is_acknowledged).most_common():
         results.figure(f"failed/{error}", "attempts", number)
     for said, number in Counter(run.exits).most_common():
         results.note(f"{number} times: {said}")
@@ -276,6 +305,7 @@ def judge(report: Report) -> list[Gate]:
             for name in ("lost", "doubled", "altered", "conflicting", "unexplained")
         ),
         all_right("every_session_goes_on", num_sessions, report.total("stuck")),
+        all_right("a_retry_passes_a_restart", report.total("planned/turns"), report.total("planned/failed_again")),
         percentile_at_most("answered_again", report.values("unanswered_s"), 100, limit, "s"),
         all_right("stops_cleanly", len(exit_codes), sum(map(bool, exit_codes))),
     ]

@@ -148,10 +148,12 @@ class GrpcForwarder:
         name, epoch = peer.member.name, peer.member.epoch
         known, channel = self._channels.get(name, (0, None))
         if channel is None or known != epoch:
-            self._channels[name] = epoch, self._new_channel(peer)
-            if channel is not None:
-                await channel.close()
-            channel = self._channels[name][1]
+            old = [one for one in self._channels if one == name or not self._cluster.is_alive(one)]
+            closed = [self._channels.pop(one)[1] for one in old]
+            channel = self._new_channel(peer)
+            self._channels[name] = epoch, channel
+            for one in closed:
+                await one.close()
         state = channel.get_state(try_to_connect=True)
         if state is _READY:
             return channel

@@ -6,6 +6,7 @@ Knows nothing of HTTP and gRPC: a door that gets SessionElsewhere forwards the r
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import socket
 import time
@@ -102,7 +103,8 @@ class Cluster:
         self._state: MemberState = "serving"
         self._owners: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner and session -> member
         self._peers: dict[str, Peer] = {}
-        self._seen_at = 0.0
+        self._seen: tuple[Member, ...] = ()
+        self._seen_at = -math.inf
         self._looking: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self.is_fenced = False
@@ -155,13 +157,17 @@ class Cluster:
         """Something was refused as of a dead member: find out now whether this one is."""
         self._wake.set()
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why others may take this member for dead; None where they may not."""
+        if time.monotonic() < self._members.lease_ends_at:
+            return None
+        return f"the lease of member {self.name} has expired, because the database could not be reached in time"
+
     def check_lease(self) -> None:
         """Raises NotServing where others may take this member for dead."""
-        if time.monotonic() >= self._members.lease_ends_at:
-            raise NotServing(
-                f"the lease of member {self.name} has expired, because it could not reach the database in time; "
-                "send the request to another member, or again"
-            )
+        if reason := self.not_ready:
+            raise NotServing(f"{reason}; send the request to another member, or again")
 
     async def begin_draining(self) -> bool:
         """Others give this member no new sessions; its requests are forwarded from now on. False where it is fenced."""
@@ -193,6 +199,8 @@ class Cluster:
             if self._state == "draining":
                 raise NotServing
         elif member := self._owners.get(key) or self._successor(session_id):
+            if key in self._owners:
+                self._owners.move_to_end(key)
             raise SessionElsewhere(session_id, member)
         is_here = False
         try:
@@ -254,6 +262,10 @@ class Cluster:
     def attempts(self) -> Attempts:
         return Attempts(self._lease_s + _PATIENCE_S)
 
+    def is_alive(self, name: str) -> bool:
+        """As far as is known."""
+        return name in self._peers
+
     async def peer(self, name: str) -> Peer | None:
         """The member, if it is alive."""
         if name not in self._peers:
@@ -261,8 +273,9 @@ class Cluster:
         return self._peers.get(name)
 
     async def view(self) -> "ClusterView":
-        """Raises StorageUnavailable where the database does not answer."""
-        return ClusterView(self.name, tuple(await self._members.all()), is_cluster=True)
+        """All members, as they were a moment ago. Raises StorageUnavailable where the database does not answer."""
+        await self.look()
+        return ClusterView(self.name, self._seen, is_cluster=True)
 
     async def look(self, *, max_age_s: float = _RETRY_S) -> None:
         """See who is alive, unless that was seen a moment ago. Whoever asks meanwhile waits for the same look."""
@@ -287,7 +300,7 @@ class Cluster:
                 members = await self._members.all()
         except TimeoutError as exc:
             raise StorageUnavailable("the database does not answer") from exc
-        self._seen_at = time.monotonic()
+        self._seen, self._seen_at = tuple(members), time.monotonic()
         alive = {m.name: m for m in members if m.state != "dead" and m.lease_left_s > 0 and m.name != self.name}
         for name, peer in list(self._peers.items()):
             if name not in alive or alive[name].epoch != peer.member.epoch:

@@ -23,6 +23,7 @@ from holdfast.errors import (
     HoldfastError,
     NotServing,
     PayloadTooLarge,
+    RecordUncertain,
     RequestTimeout,
     SessionElsewhere,
 )
@@ -169,7 +170,7 @@ class HttpMiddleware:
         return receive
 
     async def _refuse(self, call: "_Call", exc: Exception) -> None:
-        if isinstance(exc, Draining) and call.status:
+        if isinstance(exc, Draining | RecordUncertain) and call.status:
             await call.end_events(exc)
             return
         if call.status:  # too late for an answer: end the connection instead of pretending that all went well

@@ -5,6 +5,7 @@ Knows nothing of what is in them. All methods block, and may be called in any th
 
 import contextlib
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +65,18 @@ def open_blobs(text: str) -> BlobStore:
     except Exception as exc:
         raise ConfigError(f"cannot use {text}: {_first_line(exc)}") from exc
     return ObjectBlobs(store)
+
+
+def usable_blobs(text: str) -> BlobStore:
+    """As `open_blobs`, once something could be written, read and deleted there: not every refusal is found earlier."""
+    blobs, key = open_blobs(text), f"probe-{secrets.token_hex(8)}"
+    try:
+        blobs.put(key, b"probe")
+        blobs.get(key)
+        blobs.delete([key])
+    except OSError as exc:
+        raise ConfigError(f"cannot use {text}: {exc.strerror or exc}") from exc
+    return blobs
 
 
 def _directory(path: Path) -> BlobStore:

@@ -1,7 +1,10 @@
 """Looks for damaged pages in a database of SQLite: at once, or in a thread of its own while the database is used."""
 
+import contextlib
 import logging
+import os
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +52,9 @@ class LaterCheck:
         self._connection.close()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # elsewhere a priority is the whole process's
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # requests come first
         for table in _TABLES:
             if self._is_stopped:
                 return

@@ -224,8 +224,9 @@ def _join(connection: Connection, member: Member, lease_s: float) -> int:
     return int(row["epoch"])
 
 
-def take(connection: Connection, members: PostgresMembers, session_id: str, owner: str) -> None:
+def take(connection: Connection, members: PostgresMembers, session_id: str, owner: str) -> bool:
     """Make this member the one that has the owner's open session, in a transaction that holds this member's row.
+    Whether a dead member had it.
 
     Raises SessionElsewhere where another member that is alive has it, and SessionNotFound.
     """
@@ -237,7 +238,7 @@ def take(connection: Connection, members: PostgresMembers, session_id: str, owne
             raise SessionNotFound(session_id, detail=rows[0]["closed_why"] if rows else "unknown")
         holder = rows[0]["member"]
         if holder == members.name:
-            return
+            return False
         if holder is not None and _is_alive(connection, holder, members.may_mark_dead):
             raise SessionElsewhere(session_id, holder)
         taken = connection.execute(
@@ -246,7 +247,7 @@ def take(connection: Connection, members: PostgresMembers, session_id: str, owne
             [members.name, session_id, holder],
         ).fetchall()
         if taken:
-            return
+            return holder is not None
 
 
 def _is_alive(connection: Connection, name: str, may_mark_dead: bool) -> bool:

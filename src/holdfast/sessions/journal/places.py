@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError, HoldfastError, StorageUnavailable
 from holdfast.extras import how_to_install
 from holdfast.sessions.journal import schema
 from holdfast.sessions.journal.base import Journal, Member, Members
-from holdfast.sessions.journal.blobs import open_blobs
+from holdfast.sessions.journal.blobs import usable_blobs
 from holdfast.sessions.journal.files import make_directory, sync_directory
 from holdfast.sessions.journal.sqlite import SqliteJournal
 
@@ -160,7 +160,7 @@ def _postgres(url: str, blobs: str, model: Facts | None = None) -> "PostgresJour
     _require_psycopg()
     from holdfast.sessions.journal.postgres import PostgresJournal
 
-    store = open_blobs(blobs) if blobs else None
+    store = usable_blobs(blobs) if blobs else None
     return PostgresJournal(url, lease_s=_LEASE_S, blobs=store, model=model)
 
 

@@ -110,6 +110,7 @@ class PostgresJournal(DatabaseJournal):
         recover_s: float = 1.0,
         on_commit: Callable[[float, int], None] = lambda seconds, num_writes: None,
         on_renewed: Callable[[float], None] = lambda seconds: None,
+        on_takeover: Callable[[], None] = lambda: None,
     ) -> None:
         self.place = place_of(url)
         self._url = url
@@ -131,6 +132,7 @@ class PostgresJournal(DatabaseJournal):
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="holdfast-journal-reader")
         self._reader = threading.local()
         self._open_readers: list[Connection] = []
+        self._on_takeover = on_takeover
         self._members = PostgresMembers(self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed)
         self._writer = JournalWriter(
             self._commit,
@@ -247,7 +249,9 @@ class PostgresJournal(DatabaseJournal):
                 lock(connection, self._members.name)
                 self._num_settled = num_uncertain
             self._check_lease(connection.execute(_OWN_ROW, [self._members.name]).fetchall())
-            take(connection, self._members, session_id, owner)
+            was_taken_over = take(connection, self._members, session_id, owner)
+        if was_taken_over:
+            self._on_takeover()
         return self._look_at(connection, lambda db: rows.open_session_of(db, session_id, owner))
 
     def _check_lease(self, own: list[dict[str, Any]]) -> None:

@@ -131,18 +131,18 @@ def listed(db: Database, owner: str, *, after: int, label: str | None, limit: in
         " AND (CAST(?3 AS TEXT) IS NULL OR label = ?3)"
         " ORDER BY number LIMIT ?4"
     )
-    return [
-        ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"], row["member"] or "")
-        for row in db.select(query, owner, after, label, limit)
-    ]
+    return [listed_of(row) for row in db.select(query, owner, after, label, limit)]
 
 
 def all_listed(db: Database, after: tuple[int, str], limit: int) -> list[ListedSession]:
     query = f"{_LISTED} WHERE number >= ?1 AND (number > ?1 OR id > ?2) ORDER BY number, id LIMIT ?3"
-    return [
-        ListedSession(opened_of(row)[0], row["reward"], summary_of(row), row["rested_at"])
-        for row in db.select(query, *after, limit)
-    ]
+    return [listed_of(row) for row in db.select(query, *after, limit)]
+
+
+def listed_of(row: Row) -> ListedSession:
+    opened, failure = opened_of(row)
+    summary = summary_of(row) if failure is None else None
+    return ListedSession(opened, row["reward"], summary, row["rested_at"], row["member"] or "")
 
 
 def num_sessions(db: Database) -> int:
@@ -150,9 +150,7 @@ def num_sessions(db: Database) -> int:
 
 
 def summary_of(row: Row) -> SessionSummary | None:
-    """What was recorded of a session when it came to rest, if nothing was recorded since and its row is intact."""
-    if not is_intact(row, SESSION_FIELDS, SESSION_STATE):
-        return None
+    """What was recorded of a session when it came to rest, if nothing was recorded since."""
     try:
         step, summary = msgspec.msgpack.decode(row["summary"] or b"", type=tuple[int, SessionSummary])
     except msgspec.DecodeError:
