@@ -31,6 +31,10 @@ _SETTINGS = {
     "shared_buffers": "32MB",
     "listen_addresses": "127.0.0.1",
 }
+# However the tests end, their end of the pipe is closed then.
+_GUARD = """cat > /dev/null
+if read pid < "$1/data/postmaster.pid"; then kill -QUIT $pid; sleep 1; fi 2> /dev/null
+rm -rf "$1" 2> /dev/null"""
 _NO_ROOT: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
 
 
@@ -47,6 +51,12 @@ class PostgresServer:
         subprocess.run(initdb, check=True, capture_output=True, cwd=self.directory, **_NO_ROOT)
         self.port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "guard", self.directory],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            **_NO_ROOT,
+        )
         self.start()
         atexit.register(self.remove)
 
@@ -58,7 +68,9 @@ class PostgresServer:
         settings = [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
         command = [_binary("postgres"), "-D", self.data, "-p", str(self.port), *settings]
         with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=log, **_NO_ROOT)
+            self._process = subprocess.Popen(
+                command, cwd=self.directory, stdout=log, stderr=log, start_new_session=True, **_NO_ROOT
+            )
         for _ in range(600):
             with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self.url, connect_timeout=5):
                 return
@@ -77,6 +89,9 @@ class PostgresServer:
     def remove(self) -> None:
         self.stop(signal.SIGQUIT)
         shutil.rmtree(self.directory, ignore_errors=True)
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait(60)
 
 
 def _binary(name: str) -> Path:
