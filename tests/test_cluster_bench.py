@@ -213,7 +213,7 @@ class _StoppingJournal(PostgresJournal):
     """Stands still in the middle of a commit, as a process does that was stopped; until it may go on."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, member="m1")
+        super().__init__(url)
         self.is_stopping = False
         self.has_stopped, self.may_go_on = threading.Event(), threading.Event()
 
@@ -223,10 +223,6 @@ class _StoppingJournal(PostgresJournal):
             self.has_stopped.set()
             assert self.may_go_on.wait(30)
         return begun
-
-
-async def _join(journal: PostgresJournal) -> None:
-    await journal.members.join(Member(name=journal.members.name, epoch=0))
 
 
 async def _give(journal: Journal, position: int, first: int, log: list[Attempt]) -> None:
@@ -264,12 +260,12 @@ async def test_a_commit_that_does_not_hold_its_lease_lets_a_zombie_acknowledge(
     holds_lease: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not holds_lease:
-        monkeypatch.setattr(postgres, "_OWN_ROW", postgres._OWN_ROW.removesuffix(" FOR SHARE OF m"))
+        monkeypatch.setattr(postgres, "_BEGIN", postgres._BEGIN.removesuffix(b" FOR SHARE OF m"))
     with fresh_database() as url:
-        stopped, other = _StoppingJournal(url), PostgresJournal(url, member="m2")
+        stopped, other = _StoppingJournal(url), PostgresJournal(url)
         try:
-            for journal in (stopped, other):
-                await _join(journal)
+            await stopped.members.join(Member(name="m1", epoch=0))
+            await other.members.join(Member(name="m2", epoch=0))
             other.members._may_mark_at = 0.0  # it has been there for long
             log: list[Attempt] = []
             await stopped.write(SessionOpened(session_id="s", number=1, owner="", created_at=1.0))

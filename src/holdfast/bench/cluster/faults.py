@@ -21,7 +21,7 @@ _OVERLAPPING_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlannedFault:
     """`member`: the index of the one that it hits, if it hits one. `lasts`: in leases. `waits`: the next fault comes
     when all members are there again; otherwise while this one lasts."""
 
@@ -31,16 +31,16 @@ class Fault:
     waits: bool
 
 
-def plan_faults(num: int, num_members: int, seed: int) -> list[Fault]:
+def plan_faults(num: int, num_members: int, seed: int) -> list[PlannedFault]:
     """Every kind equally often, in an order of its own for each seed. Pure."""
     chance = random.Random(seed)
-    planned: list[Fault] = []
+    planned: list[PlannedFault] = []
     while len(planned) < num:
         for kind in chance.sample(KINDS, len(KINDS)):
             # A pause always outlasts the lease; the others do sometimes.
             lasts = chance.uniform(1.1 if kind == "pause" else 0.05, 1 + _LONGER)
             waits = chance.random() >= _OVERLAPPING_SHARE
-            planned.append(Fault(kind, chance.randrange(num_members), lasts, waits))
+            planned.append(PlannedFault(kind, chance.randrange(num_members), lasts, waits))
     return planned[:num]
 
 
@@ -74,7 +74,7 @@ class Saboteur:
         self._alone = asyncio.Lock()  # faults that hit no single member: one at a time
         self.runs: list[FaultRun] = []
 
-    async def cause(self, fault: Fault) -> None:
+    async def cause(self, fault: PlannedFault) -> None:
         """Returns when the fault's cause is gone."""
         target = self._regulars[fault.member]
         lasts_s = fault.lasts * self._lease_s
