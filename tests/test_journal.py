@@ -579,9 +579,7 @@ async def test_flipped_missing_and_short_replies_are_never_served(
             await journal.read_response("a", 9)
 
 
-async def test_a_session_with_a_damaged_step_is_failed_not_altered(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_session_with_a_damaged_step_is_failed_not_altered(tmp_path: Path) -> None:
     async with opened(tmp_path) as journal:
         await journal.write(
             session("b", 2), session(), turn(1), turn(2, messages=({"content": "a message to be found"},)), turn(3)
@@ -592,7 +590,6 @@ async def test_a_session_with_a_damaged_step_is_failed_not_altered(
         assert (whole.opened.session_id, whole.failure) == ("b", None)
         assert damaged.steps == (without_bodies(turn(1)),)
         assert "damaged" in str(damaged.failure)
-        assert "session a" in caplog.text
         with pytest.raises(StorageUnavailable, match="turn 2 of session a is damaged"):
             await journal.write(session("c", 3, forked_from=ForkedFrom("a", (1, 2))))
 
