@@ -120,7 +120,7 @@ async def run_cluster(
             ended_s = time.monotonic()
         exits = [f"{one.name} ended with {one.code}: {one.said}" for one in members.exits]
         results.step("reading all sessions")
-        last = FaultRun("roll", ended_s, ended_s)
+        last = FaultRun("roll", ended_s, ended_s, ended_s)
         last.exit_codes.extend(await asyncio.gather(*(member.stop() for member in regular if member.server)))
         for member in regular:
             member.is_wanted = False
@@ -160,6 +160,7 @@ async def _cause_all(settings: ClusterSettings, saboteur: Saboteur, members: Mem
             if fault.waits:
                 await cause
                 await members.all_ready()
+                saboteur.settle()
                 await asyncio.sleep(_UNDISTURBED_S)
             else:
                 await asyncio.sleep(fault.lasts * settings.lease_s / 2)
@@ -234,7 +235,7 @@ def unanswered(run: ClusterRun) -> dict[FaultKind, list[tuple[float, bool]]]:
 def is_alone(fault: FaultRun, everyone: Sequence[FaultRun], until_s: float) -> bool:
     """Whether nothing else was wrong between its begin and then."""
     others = (other for other in everyone if other is not fault)
-    return not any(other.began_s < until_s and other.over_s > fault.began_s for other in others)
+    return not any(other.began_s < until_s and other.settled_s > fault.began_s for other in others)
 
 
 def failures_by_turn(run: ClusterRun, kinds: Sequence[FaultKind]) -> list[int]:
