@@ -51,7 +51,7 @@ class ClusterSettings:
     token_sessions: int = option(4, "concurrent sessions of raw tokens over gRPC", least=1)
     turns: int = option(30, "turns of a session before a new one replaces it", least=1)
     lease_s: float = option(3.0, "lease of a member", least=1)
-    patience_s: float = option(2.0, "seconds after which a client sends a request again", least=1)
+    patience_s: float = option(1.0, "seconds after which a client sends a request again", least=1)
     reply_tokens: int = option(6, "sampled tokens in each reply", least=1)
     seed: int = option(0, "seed of the faults and of the messages")
     postgres: str = option("", "directory of PostgreSQL's programs; empty: found", metavar="DIR")
@@ -325,7 +325,7 @@ SCENARIO = Scenario(
     name="cluster",
     about="members, database and links fail again and again: no acknowledged turn is lost, doubled or altered",
     settings=ClusterSettings,
-    quick={"faults": 7, "lease_s": 1.0, "patience_s": 1.0, "chats": 4, "token_sessions": 2},
+    quick={"faults": 7, "lease_s": 1.0, "chats": 4, "token_sessions": 2},
     quick_s=60,
     num_rounds=lambda settings: settings.faults,
     needs=lambda settings: ("holdfast_sdk", "psycopg"),
