@@ -137,7 +137,7 @@ def _run(attempts: list[Attempt], faults: list[FaultRun], *, stuck: tuple[str, .
 
 
 def _fault(kind: FaultKind, session_id: str, began_s: float, over_s: float, *codes: int) -> FaultRun:
-    return FaultRun(kind, began_s, over_s, frozenset({session_id}), list(codes))
+    return FaultRun(kind, began_s, over_s, over_s, frozenset({session_id}), list(codes))
 
 
 LATE = [LOG[0], FAILED, replace(LOG[2], ended_s=4.0), replace(LOG[3], started_s=4.0, ended_s=4.5)]

@@ -28,7 +28,8 @@ _IDS = range(100, 5000)  # of given tokens: the upstream samples lower ones, so 
 _BLOCK = 8  # given tokens of a turn
 _APPEND_EVERY = 4
 _PAUSE_S = 0.1  # before a request is sent again
-_AVOIDED_S = 1.0  # how long a client does not ask a member that did not answer, or said that it cannot
+_AVOIDED_S = 0.5  # how long a client does not ask a member that said that it cannot
+_SILENT_S = 5.0  # how long it does not ask one that did not answer
 _MOVED_SHARE = 0.2  # of the turns go to another member than the one before
 _GIVEN_UP_SHARE = 0.15  # of the failed attempts: the client asks for something else instead
 _WORTH_A_RETRY = frozenset({408, 409, 421, 429})
@@ -127,11 +128,11 @@ class ClusterClient(ABC):
             async with asyncio.timeout(self._all.patience_s):
                 return await send(member)
         except (aiohttp.ClientError, TimeoutError) as exc:
-            self._avoid(member)
+            self._avoid(member, _SILENT_S if isinstance(exc, TimeoutError) else _AVOIDED_S)
             raise TurnFailed(type(exc).__name__) from exc
 
-    def _avoid(self, member: MemberAddress) -> None:
-        self._avoided[member.name] = time.monotonic() + _AVOIDED_S
+    def _avoid(self, member: MemberAddress, how_long_s: float = _AVOIDED_S) -> None:
+        self._avoided[member.name] = time.monotonic() + how_long_s
 
     async def _retried(self, what: str, send: Callable[[MemberAddress], Awaitable[Any]]) -> Any:
         """Until it is answered; for requests that may be sent any number of times."""
@@ -354,8 +355,8 @@ class TokenClient(ClusterClient):
                 raise _HistoryMoved from exc
             status = exc.grpc_status.name if exc.grpc_status else ""
             is_worth_it = exc.code in _RETRIED_CODES or status in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
-            if status == "UNAVAILABLE":
-                self._avoid(member)
+            if status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                self._avoid(member, _SILENT_S if status == "DEADLINE_EXCEEDED" else _AVOIDED_S)
             if exc.code in ("connection_failed", "deadline_exceeded", "unknown"):
                 await self._sdks.pop(member.grpc).close()
             received = "".join(getattr(exc, "__notes__", ()))

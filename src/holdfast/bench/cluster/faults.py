@@ -1,6 +1,7 @@
 """The faults of a cluster: which come when, and how each is done. A fault ends when its cause is gone."""
 
 import asyncio
+import math
 import random
 import signal
 import time
@@ -51,6 +52,7 @@ class FaultRun:
     kind: FaultKind
     began_s: float
     over_s: float = 0.0  # when its cause was gone
+    settled_s: float = math.inf  # when all members were ready after it
     sessions: frozenset[str] = frozenset()
     exit_codes: list[int] = field(default_factory=list)  # of members that were told to stop
 
@@ -90,6 +92,12 @@ class Saboteur:
                 hit = {"kill": self._kill, "pause": self._pause, "cut": self._cut, "deaf": self._deafen}[fault.kind]
                 await hit(target, lasts_s)
         run.over_s = time.monotonic()
+
+    def settle(self) -> None:
+        """All members are ready again, as far as no fault lasts."""
+        for run in self.runs:
+            if run.over_s:
+                run.settled_s = min(run.settled_s, time.monotonic())
 
     def _begin(self, kind: FaultKind, sessions: frozenset[str] = frozenset()) -> FaultRun:
         run = FaultRun(kind, time.monotonic(), sessions=sessions)
@@ -136,7 +144,7 @@ class Saboteur:
         await self._members.all_ready()
         await asyncio.sleep(lasts_s)
         async with self._guest.lock:
-            self._guest.is_wanted = False
+            self._guest.is_wanted = self._guest.is_known = False
             if self._guest.server is not None and self._guest.server.exit_code is None:
                 run.exit_codes.append(await self._guest.stop())
             else:

@@ -37,6 +37,7 @@ class ClusterMember:
     flags: Sequence[str]
     server: ServerProcess | None = None
     is_wanted: bool = False
+    is_known: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -85,7 +86,8 @@ class MemberProcesses:
         return [member for member in self.everyone if member.is_wanted]
 
     def addresses(self) -> list[MemberAddress]:
-        return [member.address for member in self.wanted]
+        """Of those that have been ready since they are wanted, whether or not they are now."""
+        return [member.address for member in self.wanted if member.is_known]
 
     async def keep(self) -> None:
         """Start the members that are wanted and do not run, as a supervisor does; until it is cancelled."""
@@ -107,6 +109,8 @@ class MemberProcesses:
             if time.monotonic() > deadline:
                 raise ProcessFailed(f"not ready after {START_TIMEOUT_S:g} s: {'; '.join(filter(None, found))}")
             await asyncio.sleep(_POLL_S)
+        for member in self.wanted:
+            member.is_known = True
 
     def kill_all(self) -> None:
         for member in self.everyone:

@@ -51,7 +51,7 @@ class ClusterSettings:
     token_sessions: int = option(4, "concurrent sessions of raw tokens over gRPC", least=1)
     turns: int = option(30, "turns of a session before a new one replaces it", least=1)
     lease_s: float = option(3.0, "lease of a member", least=1)
-    patience_s: float = option(2.0, "seconds after which a client sends a request again", least=1)
+    patience_s: float = option(1.0, "seconds after which a client sends a request again", least=1)
     reply_tokens: int = option(6, "sampled tokens in each reply", least=1)
     seed: int = option(0, "seed of the faults and of the messages")
     postgres: str = option("", "directory of PostgreSQL's programs; empty: found", metavar="DIR")
@@ -120,7 +120,7 @@ async def run_cluster(
             ended_s = time.monotonic()
         exits = [f"{one.name} ended with {one.code}: {one.said}" for one in members.exits]
         results.step("reading all sessions")
-        last = FaultRun("roll", ended_s, ended_s)
+        last = FaultRun("roll", ended_s, ended_s, ended_s)
         last.exit_codes.extend(await asyncio.gather(*(member.stop() for member in regular if member.server)))
         for member in regular:
             member.is_wanted = False
@@ -160,6 +160,7 @@ async def _cause_all(settings: ClusterSettings, saboteur: Saboteur, members: Mem
             if fault.waits:
                 await cause
                 await members.all_ready()
+                saboteur.settle()
                 await asyncio.sleep(_UNDISTURBED_S)
             else:
                 await asyncio.sleep(fault.lasts * settings.lease_s / 2)
@@ -234,7 +235,7 @@ def unanswered(run: ClusterRun) -> dict[FaultKind, list[tuple[float, bool]]]:
 def is_alone(fault: FaultRun, everyone: Sequence[FaultRun], until_s: float) -> bool:
     """Whether nothing else was wrong between its begin and then."""
     others = (other for other in everyone if other is not fault)
-    return not any(other.began_s < until_s and other.over_s > fault.began_s for other in others)
+    return not any(other.began_s < until_s and other.settled_s > fault.began_s for other in others)
 
 
 def failures_by_turn(run: ClusterRun, kinds: Sequence[FaultKind]) -> list[int]:
@@ -324,7 +325,7 @@ SCENARIO = Scenario(
     name="cluster",
     about="members, database and links fail again and again: no acknowledged turn is lost, doubled or altered",
     settings=ClusterSettings,
-    quick={"faults": 7, "lease_s": 1.0, "patience_s": 1.0, "chats": 4, "token_sessions": 2},
+    quick={"faults": 7, "lease_s": 1.0, "chats": 4, "token_sessions": 2},
     quick_s=60,
     num_rounds=lambda settings: settings.faults,
     needs=lambda settings: ("holdfast_sdk", "psycopg"),
