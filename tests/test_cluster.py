@@ -449,6 +449,7 @@ async def test_a_member_without_a_lease_refuses_requests_of_sessions() -> None:
         await cluster.check_room()
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_under_load_loses_no_turn_and_fails_nothing_that_is_retried_once() -> None:
     names = "abc"
     servers: dict[str, Server] = {}

@@ -23,6 +23,7 @@ from holdfast.errors import Fenced
 from holdfast.sessions.journal import postgres
 from holdfast.sessions.journal.base import Journal, Member, SessionOpened, StoredSession, TokensGiven
 from holdfast.sessions.journal.postgres import PostgresJournal
+from tests.effort import THOROUGH
 from tests.postgres import execute, fresh_database
 
 # The history checker: a session of three turns by one client, the second of which was sent twice
@@ -185,12 +186,13 @@ def test_a_history_of_tokens_is_split_into_its_turns() -> None:
     assert turns[0].contents[0].endswith("107 3:-0.5:-0.25 4:-1.0:-1.0")
 
 
-# The real thing: two members, a database, links, and every kind of fault
+# The real thing: two members, a database, links, and faults
 
 
-async def test_a_cluster_under_every_kind_of_fault_has_all_that_it_acknowledged() -> None:
+async def test_a_cluster_under_faults_has_all_that_it_acknowledged() -> None:
+    faults = len(KINDS) if THOROUGH else 4  # the first four of this seed: deaf, database, pause, kill
     settings = ClusterSettings(
-        faults=len(KINDS), members=2, lease_s=1.0, patience_s=1.0, chats=4, token_sessions=2, turns=12, seed=1
+        faults=faults, members=2, lease_s=1.0, patience_s=0.5, chats=3, token_sessions=2, turns=12, seed=960
     )
     results = Results("cluster", "", dataclasses.asdict(settings))
     async with PromptedUpstream(delay_s=0.001) as upstream:
@@ -200,7 +202,7 @@ async def test_a_cluster_under_every_kind_of_fault_has_all_that_it_acknowledged(
     verdict = run.verdict
     assert (verdict.problems, run.stuck) == ([], [])
     assert verdict.num_acknowledged > 100
-    assert {fault.kind for fault in run.faults} == set(KINDS)
+    assert {fault.kind for fault in run.faults} >= {"deaf", "database", "pause", "kill"}
     longest = max(run.record.values(), key=len)
     del longest[-2]
     assert _counts(run.verdict) == {"lost": 1}

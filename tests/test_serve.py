@@ -117,7 +117,8 @@ def test_chat_sends_tokens_to_those_who_ask(server: Process, capsys: pytest.Capt
 def test_a_client_killed_in_mid_stream_leaves_a_working_session(server: Process) -> None:
     with grpc.insecure_channel(server.grpc) as channel:
         stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
-        session = stub.CreateSession(pb.CreateSessionRequest(token_ids=[1, 9690, 198])).session_id
+        opening = pb.CreateSessionRequest(token_ids=[1, 9690, 198], eos_token_ids=[3])  # which is not sampled
+        session = stub.CreateSession(opening).session_id
         client = (
             "import sys, grpc\n"
             "from holdfast.serving.grpc.gen import runtime_pb2 as pb, runtime_pb2_grpc as rpc\n"

@@ -24,8 +24,8 @@ from holdfast.bench.upstreams import Script
 from holdfast.config import DEFAULT_MODEL, option
 from holdfast.errors import ConfigError
 
-SQLITE_SHARE = 0.5  # of the turns per second with SQLite that one member on PostgreSQL has at least
-HOP_MS = 5.0
+SQLITE_SHARE = 0.85  # of the turns per second with SQLite that one member on PostgreSQL has at least
+HOP_MS = 1.0
 _SQLITE, _HOP = "sqlite", "hop"
 _MEMBERS_OF_AN_UPSTREAM = 2
 _STATISTICS_S = 1.2  # until PostgreSQL's processes have told what they counted
