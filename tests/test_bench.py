@@ -631,8 +631,19 @@ def test_overhead_is_measured_beside_the_straight_way(tmp_path: Path, capsys: py
     assert len(report["series"]["rss"]["values"]) == 11
 
 
-@pytest.mark.skipif(not THOROUGH, reason="starts three servers, one after the other")
-@pytest.mark.parametrize("journal", ["", "own"], ids=["sqlite", "postgres"])
+def test_scale_is_measured_beside_sqlite_and_with_a_hop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"members": "1,2", "sessions": 2, "turns": 2, "tokens": 4, "rounds": 1, "seconds": 0.3, "ramp-s": 0}
+    flags = [word for name, value in (short | {"alone-s": 0.3}).items() for word in (f"--{name}", str(value))]
+    main(["bench", "scale", *flags, "--json", "-", "--output", str(tmp_path)])
+    report = json.loads(capsys.readouterr().out)
+    gates = {gate["name"]: gate for gate in report["gates"]}
+    assert set(gates) == {"replies", "postgres_beside_sqlite", "hop"}
+    assert gates["replies"]["passed"], report["notes"]
+    for contestant in ("sqlite", "1", "2", "hop"):
+        assert report["figures"][f"{contestant}/turns_per_s"]["values"][0] > 0
+
+
+@pytest.mark.parametrize("journal", ["own", *([""] if THOROUGH else [])])
 def test_resting_sessions_are_written_and_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], journal: str
 ) -> None:
