@@ -631,6 +631,16 @@ def test_overhead_is_measured_beside_the_straight_way(tmp_path: Path, capsys: py
     assert len(report["series"]["rss"]["values"]) == 11
 
 
+def test_decoding_is_measured_by_dtype_and_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"tokens": 4, "history": 16, "long": 0, "rounds": 1, "hammer-s": 0}
+    flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
+    main(["bench", "decode", *flags, "--json", "-", "--output", str(tmp_path)])
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    rates = {name: figure["values"] for name, figure in figures.items() if figure["unit"] == "tokens/s"}
+    assert rates
+    assert all(value > 0 for values in rates.values() for value in values)
+
+
 def test_scale_is_measured_beside_sqlite_and_with_a_hop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = {"members": "1,2", "sessions": 2, "turns": 2, "tokens": 4, "rounds": 1, "seconds": 0.3, "ramp-s": 0}
     flags = [word for name, value in (short | {"alone-s": 0.3}).items() for word in (f"--{name}", str(value))]
