@@ -381,6 +381,28 @@ def opening(cable: Cable, resolved: Callable[..., Any]) -> Callable[..., Any]:
     return open_and_resolve
 
 
+async def test_an_id_that_a_crashed_database_gave_to_another_transaction_proves_nothing(postgres: str) -> None:
+    """A transaction that never reached the disk: after the crash its id may be that of one that was committed."""
+    async with member(postgres, "a") as journal:
+        await journal.write(session(), turn(1), TokensGiven("a", array("i", [7])))
+        xid = str(execute(postgres, "SELECT pg_current_xact_id()::text")[0][0])
+        failed, trace = JournalFailed("lost"), postgres_journal._trace
+        last = journal._link.database.first_step if journal._link else 0
+        for entry, first_step, is_there in (
+            (turn(1), last, True),
+            (turn(2), last, False),
+            (session(), last, True),
+            (session("b", 2), last, False),
+            (TokensGiven("a", array("i", [7])), last, True),
+            (TokensGiven("a", array("i", [7])), last + 2**16, False),
+        ):
+            found = journal._resolved(xid, trace([[entry]], [None], first_step), failed)
+            assert found is (None if is_there else failed)
+        assert isinstance(
+            journal._resolved(xid, trace([[TurnDelivered("a", 1)]], [None], last), failed), RecordUncertain
+        )
+
+
 @pytest.mark.parametrize(("mode", "is_on_record"), [("deaf", True), ("mute", False)])
 async def test_where_nobody_can_tell_the_write_is_uncertain_and_the_session_tells_later(
     postgres: str, cable: Cable, mode: str, is_on_record: bool, monkeypatch: pytest.MonkeyPatch

@@ -23,10 +23,13 @@ from holdfast.errors import (
 from holdfast.sessions.journal import rows
 from holdfast.sessions.journal.base import (
     Entry,
+    HistoryRewound,
     SessionOpened,
     SessionPurged,
     SessionReleased,
     StoredSession,
+    TokensGiven,
+    TokensSampled,
     TurnRecorded,
 )
 from holdfast.sessions.journal.blobs import BlobStore
@@ -52,6 +55,8 @@ from holdfast.sessions.journal.writer import JournalWriter
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Trace = tuple[str, list[object]]  # a query that finds a row, and its values
 
 _NUM_READERS = 4
 _READ_S = 60.0  # without a sign of the database, after which a read fails
@@ -291,7 +296,7 @@ class PostgresJournal(DatabaseJournal):
                 return [outcome for write in writes for outcome in self._commit([write])]
             failed: JournalFailed | None = self._failed(exc)
             if has_lost and xid:
-                failed = self._resolved(xid, self._failed(exc))
+                failed = self._resolved(xid, _trace(writes, outcomes, link.database.first_step), self._failed(exc))
             if failed is not None:
                 return _told(outcomes, failed)
         self._health = None
@@ -367,15 +372,25 @@ class PostgresJournal(DatabaseJournal):
         self._link, self._lost = None, link.connection.identity
         return True
 
-    def _resolved(self, xid: str, failed: JournalFailed) -> JournalFailed | None:
-        """What became of a commit whose answer did not come; None: it is on record."""
+    def _resolved(
+        self, xid: str, trace: tuple[str, list[object]] | None, failed: JournalFailed
+    ) -> JournalFailed | None:
+        """What became of a commit whose answer did not come; None: it is on record.
+
+        A database that crashed may have given the id to another transaction, which is then the one that was committed:
+        what the commit has written, its `trace`, is looked for too.
+        """
         deadline = time.monotonic() + _RESOLVE_S
         while time.monotonic() < deadline:
             try:
                 connection = self._writing().connection
                 [row] = connection.execute("SELECT pg_xact_status($1::text::xid8) AS status", [xid]).fetchall()
-                if row["status"] in ("committed", "aborted"):
-                    return None if row["status"] == "committed" else failed
+                if row["status"] == "aborted":
+                    return failed
+                if row["status"] == "committed":
+                    if trace is None:
+                        break
+                    return None if connection.execute(*trace).fetchall() else failed
             except psycopg.Error:
                 self._roll_back()
             time.sleep(0.05)
@@ -451,6 +466,21 @@ class _Link:
         self.connection = connection
         self.database = PostgresDatabase(connection)
         self.recorder = Recorder(self.database, _place, member)
+
+
+def _trace(writes: Sequence[Sequence[Entry]], outcomes: Sequence[Exception | None], first_step: int) -> Trace | None:
+    """What to look for if these writes, which are committed together, are on record; None where they leave no row."""
+    made = [entry for entries, outcome in zip(writes, outcomes, strict=True) if outcome is None for entry in entries]
+    for entry in made:
+        match entry:
+            case TurnRecorded():
+                query = "SELECT 1 FROM turns WHERE session = $1 AND number = $2"
+                return query, [entry.session_id, entry.turn.number]
+            case SessionOpened():
+                return "SELECT 1 FROM sessions WHERE id = $1", [entry.session_id]
+            case TokensGiven() | TokensSampled() | HistoryRewound():
+                return "SELECT 1 FROM spans WHERE session = $1 AND step >= $2 LIMIT 1", [entry.session_id, first_step]
+    return None
 
 
 def _told(outcomes: Sequence[Exception | None], failed: Exception | None) -> list[Exception | None]:

@@ -162,11 +162,11 @@ class PostgresDatabase:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._next_step = self._next_body = 0
+        self._next_step = self._next_body = self.first_step = 0  # of the commit
 
     def begin_commit(self, base: int) -> None:
         """`base`: a value of the sequence, for this commit alone."""
-        self._next_step = self._next_body = base * _BLOCK
+        self._next_step = self._next_body = self.first_step = base * _BLOCK
 
     def select(self, query: str, *values: object) -> Sequence[Row]:
         return self._connection.execute(numbered(query), values).fetchall()
