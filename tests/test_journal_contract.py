@@ -46,7 +46,7 @@ from tests.journaling import open_sessions
 from tests.postgres import execute, fresh_database
 from tests.test_journal import HEAVY, session, turn, without_bodies
 
-SUMMARY = SessionSummary(history_length=3, given=(1, 2), sampled=(1, 1), num_turns=1)
+SUMMARY = SessionSummary(history_length=3, given=(1, 2), sampled=(1, 1))
 
 
 @dataclasses.dataclass(frozen=True)

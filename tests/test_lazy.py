@@ -5,6 +5,7 @@ import contextlib
 import gc
 import random
 import re
+import sqlite3
 import time
 import weakref
 from collections.abc import AsyncIterator
@@ -502,3 +503,21 @@ async def test_a_session_that_could_not_be_closed_is_still_there(
         assert (await client.post(chat_path(session), json=said("a"))).status_code == 200
         assert (await client.delete(f"/sessions/{session}")).status_code == 204
         assert refusal_of(await client.get(f"/sessions/{session}")) == (404, "session_not_found")
+
+
+async def test_a_session_that_lacks_a_turn_is_failed_not_altered_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        session = await open_session(client, history="forest")
+        for text in ("one", "two", "three"):
+            assert (await client.post(chat_path(session), json=said(text, max_tokens=2))).status_code == 200
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.db")) as database:
+        database.execute("DELETE FROM turns WHERE number = 2")
+        database.commit()
+    async with serving(wordy_engine(), default_chat(), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        shown = (await client.get(f"/sessions/{session}")).json()
+        again = await client.post(chat_path(session), json=said("four", max_tokens=2))
+    assert (shown["state"], shown["turns"]) == ("failed", 1)
+    assert "session_failed" in again.text
+    assert f"session {session}: turn 2 is not on record; the 1 turns before it are intact" in caplog.text

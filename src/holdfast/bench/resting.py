@@ -43,7 +43,7 @@ from holdfast.sessions.record import TurnRecord
 
 _WRITE_BYTES = 4 * 2**20  # in one commit
 _CHECKED = 3  # sessions after each start whose whole record is read
-_START_TIMES = 1.5  # the CPU time of a start, compared with that on an empty journal
+_START_TIMES = 1.2  # the CPU time of a start, compared with that on an empty journal
 _MEMORY_MIB = 32  # by which a server may grow with the journal
 _TIMEOUT_S = 60.0
 _FILL_S = 3600.0
@@ -198,9 +198,7 @@ async def _fill(place: str, first: int, last: int) -> None:
         stored, turns = await _first(journal)
         given, sampled = sum(len(turn.given) for turn in turns), sum(len(turn.sampled) for turn in turns)
         num = len(turns)
-        summary = SessionSummary(
-            history_length=given + sampled, given=(num, given), sampled=(num, sampled), num_turns=num
-        )
+        summary = SessionSummary(history_length=given + sampled, given=(num, given), sampled=(num, sampled))
         batch: list[Entry] = []
         size = 0
         for index in range(first, last):

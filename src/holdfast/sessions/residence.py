@@ -24,7 +24,7 @@ from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import SlabCapacity
 from holdfast.sessions.journal.base import Journal, SessionClosed, SessionRested, StoredSession
 from holdfast.sessions.ports import Backend
-from holdfast.sessions.session import Session, SessionRegistry, restored
+from holdfast.sessions.session import Session, SessionRegistry, restored, without_gap
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Residence:
             raise Draining
         async with self.capacity.parked_place(), self._loads:
             try:
-                stored = await self._journal.acquire(session_id, owner)
+                stored = without_gap(await self._journal.acquire(session_id, owner))
             except SessionNotFound as gone:
                 if gone.detail != "unknown":
                     self._registry.remember(session_id, owner, gone.detail)

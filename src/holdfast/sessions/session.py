@@ -5,7 +5,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CapacityExhausted, HoldfastError, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.sessions.history import History, SpanKind
@@ -211,6 +211,16 @@ def restored(stored: StoredSession, clock: Callable[[], float]) -> Session:
     for step in steps:
         session.history.repeat(step)
     return session
+
+
+def without_gap(stored: StoredSession) -> StoredSession:
+    """The session up to the first turn that is missing. Turns are numbered from 1 on, so a gap is damage."""
+    for number, turn in enumerate(stored.turns, start=1):
+        if turn.number != number:
+            steps = stored.steps[: stored.steps.index(turn)]
+            why = f"turn {number} is not on record; the {number - 1} turns before it are intact"
+            return replace(stored, steps=steps, failure=stored.failure or why)
+    return stored
 
 
 def _path(stored: StoredSession) -> list[TurnRecord]:

@@ -21,6 +21,7 @@ from holdfast.serving.cluster.membership import FORWARDED, Cluster, Outcome, Pee
 REFUSED = "holdfast-refused"  # a response's header: nothing of the forwarded request was done
 
 _CONNECT_S = 2.0
+_FORWARDED = FORWARDED.encode()
 _KEEPALIVE_S = 4.0  # below a member's own limit, so that we close idle connections first
 _SAFE = ("GET", "HEAD")
 _HOP_BY_HOP = frozenset(
@@ -47,7 +48,7 @@ class HttpForwarder:
             await self._session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
+        if any(name == _FORWARDED for name, _ in scope["headers"]):
             is_forwarded.set(True)
             await self._app(scope, receive, send)
             return

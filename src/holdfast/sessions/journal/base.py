@@ -127,7 +127,6 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     history_length: int
     given: tuple[int, int]
     sampled: tuple[int, int]
-    num_turns: int = 0
     num_rewinds: int = 0
 
 
