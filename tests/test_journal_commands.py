@@ -92,7 +92,7 @@ async def filled(journal: Journal, *, seed: int = 1) -> None:
         if number % 4 == 0:
             await journal.write(Rewarded(id, None, 1.5))
         if number % 3 == 1:
-            summary = SessionSummary(history_length=number, given=(1, 2), sampled=(3, 4), num_turns=5)
+            summary = SessionSummary(history_length=number, given=(1, 2), sampled=(3, 4))
             await journal.write(SessionRested(id, 100.0 + number, summary))
         if number % 3 == 2:
             await journal.write(SessionRested(id, 50.0, None))
