@@ -220,6 +220,11 @@ class ChatConfig:
     edited_reply: str = option(
         "reject", "what happens if a sampled reply is resent with changes", choices=("reject", "branch")
     )
+    recall_tokens: int = option(
+        0,
+        "tokens of earlier passages, out of the model's view by now, that a turn may quote before the new message, "
+        "unless its client says; 0: none",
+    )
 
     def __post_init__(self) -> None:
         _ = self.template_variables

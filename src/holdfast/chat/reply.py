@@ -250,6 +250,7 @@ class TokenUsage:
     dropped_tokens: int = 0
     recomputed_tokens: int = 0
     reasoning_tokens: int = 0
+    recalled_tokens: int = 0  # of the prompt: quotes of what is out of view
     is_first: bool = True  # of the choices that share a prompt
 
     @property

@@ -105,4 +105,5 @@ def _usage(
         dropped_tokens=claim.session.num_dropped(turn.setup.runtime.model.recent),
         recomputed_tokens=recomputed + uncomputed + parent.end - base.end,
         reasoning_tokens=reply.num_reasoning,
+        recalled_tokens=turn.prepared.num_recalled,
     )

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from holdfast.chat.messages import Message
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
+from holdfast.chats.recall import RecallLimits
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.generation import SamplingParams
 
@@ -21,6 +22,7 @@ class ChatRequest:
     variables: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     may_truncate: bool = False
+    recall: RecallLimits | None = None  # None: as the session's, or the server's settings say
     body: Mapping[str, Any] = field(default_factory=dict)  # as it came, for the record and for upstreams
     num_bytes: int = 0  # of that body
 
@@ -37,7 +39,8 @@ class ReplyWriter(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStarted:
     """A turn that has been accepted. `branched_below`: the number of the turn that it branches from, if it is a branch.
-    `num_dropped` tells how many tokens of its conversation have left the window by now.
+    `num_dropped` tells how many tokens of its conversation have left the window by now, `num_recalled` how many of its
+    prompt's are quotes of what has.
 
     `writer` is that of the request that began it, so that a retry that joins gets the same bytes.
     """
@@ -46,6 +49,7 @@ class TurnStarted:
     writer: ReplyWriter
     num_dropped: Callable[[], int]
     branched_below: int | None = None
+    num_recalled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import msgspec
 from holdfast.chat.messages import read_messages
 from holdfast.chat.template import RESERVED
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse
+from holdfast.chats.recall import RecallLimits
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.mismatch import mismatches
 from holdfast.chats.samples.sample import Export
@@ -93,11 +94,14 @@ class ChatService:
         pin_tokens: int | None = None,
         is_forest: bool | None = None,
         name: str | None = None,
+        recall: RecallLimits | None = None,
     ) -> SessionView:
         """A new chat session. `is_forest`: it may hold many conversations; None: as the server's settings say. With a
         `name` it fails where another session has that; None: the one that its metadata gives it, if that is free."""
+        metadata = {**(metadata or {}), **(recall.as_metadata() if recall else {})}
+        recall = RecallLimits.of_metadata(metadata)
         if name is None:
-            name = await self._runtime.free_name(owner, metadata or {})
+            name = await self._runtime.free_name(owner, metadata)
         is_forest = self.setup.is_forest if is_forest is None else is_forest
         view = await self._runtime.create(
             owner,
@@ -118,6 +122,7 @@ class ChatService:
                 group=group,
                 pin_tokens=pin_tokens,
                 created_at=view.created_at,
+                recall=recall,
             )
         )
         return view
@@ -191,6 +196,7 @@ class ChatService:
                 is_forest=source.is_forest,
                 group=source.group,
                 pin_tokens=source.pin_tokens,
+                recall=source.recall,
                 tree=source.tree.copy(tip),
                 created_at=view.created_at,
             )

@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,14 +14,16 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.continuation import Fits, Prompt
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
+from holdfast.chat.passages import Passage
 from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import ChatRequest, TurnResponse
+from holdfast.chats.recall import NO_RECALL, Recall, RecallLimits, View, with_quotes
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.tree import Node, Tree, first_difference
 from holdfast.errors import MessageMismatch
 from holdfast.sessions.journal.base import StoredSession
 from holdfast.sessions.operations import Claim
-from holdfast.sessions.record import TemplateInputs, TurnRecord
+from holdfast.sessions.record import Recalled, TemplateInputs, TurnRecord
 
 if TYPE_CHECKING:
     from holdfast.chats.turn import ChatTurn
@@ -49,6 +52,11 @@ class PreparedTurn:
     prompt: Prompt
     is_branch: bool
     is_edited: bool = False  # it has another assistant message where a reply was sampled
+    recalled: Recalled | None = None  # which part of the prompt is quotes
+
+    @property
+    def num_recalled(self) -> int:
+        return self.recalled.length if self.recalled else 0
 
     @property
     def tip(self) -> Tip:
@@ -82,6 +90,8 @@ class Trajectory:
     # without a body where that follows from the record
     reward: float | None = None
     created_at: float = field(default_factory=time.time)
+    recall: RecallLimits | None = None  # the session's own
+    passages: Recall = field(default_factory=Recall)
 
     def __post_init__(self) -> None:
         self.cache = Cache(session_id=self.session_id, node=self.tree.tip)
@@ -103,6 +113,7 @@ class Trajectory:
             tree=tree,
             reward=stored.reward,
             created_at=opened.created_at,
+            recall=RecallLimits.of_metadata(opened.metadata),
         )
 
     def repeated(self, key: IdempotencyKey) -> Node | None:
@@ -141,16 +152,30 @@ class Trajectory:
             self.last_responses.pop(number, None)
         return node
 
+    @property
+    def num_unindexed(self) -> int:
+        """About how many bytes of text are to be taken into the index before it can be searched."""
+        return 4 * sum(len(node.turn.given) + len(node.turn.sampled) for node in self.passages.missing(self.tree))
+
     def prepare(
-        self, request: ChatRequest, chat: ChatModel, rules: HistoryRules, fits: Fits | None = None
+        self,
+        request: ChatRequest,
+        chat: ChatModel,
+        rules: HistoryRules,
+        fits: Fits | None = None,
+        *,
+        limits: RecallLimits = NO_RECALL,
+        view: Callable[[Node, int], View] | None = None,
     ) -> PreparedTurn:
-        """Match the request's messages with those on record; render what is new. Changes nothing."""
+        """Match the request's messages with those on record; render what is new, with quotes of what is out of view
+        there: `view` says what is not, by the turn above and the length of the new prompt. Changes nothing on
+        record."""
         continuation, tree = chat.continuation, self.tree
         root = continuation.root(request.tools, request.variables)
         match = tree.match(root, request.messages, rules.matcher)
         if match.edited and not rules.may_edit_replies:
             raise _edited(*match.edited)
-        parent = match.node
+        parent, recalled = match.node, None
         left = tree.left_behind(parent)
         if 0 <= rules.max_rollback < left:
             raise self._too_far(request, root, rules, left)
@@ -159,15 +184,23 @@ class Trajectory:
             at = self._begun_at(new) if continuation.tells_time else None
             prompt = continuation.first(new, request.tools, request.variables, fits, at=at)
         else:
-            prompt = continuation.tail(
+            tail = partial(
+                continuation.tail,
                 parent.last_token,
-                new,
-                request.tools,
-                request.variables,
-                fits,
+                tools=request.tools,
+                variables=request.variables,
+                fits=fits,
                 start=parent.num_messages,
                 reply=parent.turn.reply,
             )
+            prompt = tail(new)
+            if limits.tokens and view is not None:
+                seen = view(parent, len(prompt.ids))
+                if seen.start > seen.pinned:
+                    self.passages.update(tree, chat.tokenizer)
+                    chosen = self.passages.choose(parent, seen, new, limits, chat.tokenizer)
+                    longer = tail(with_quotes(new, chosen)) if chosen else prompt
+                    prompt, recalled = _marked(prompt, longer, chosen)
         has_siblings = parent is not tree.root and bool(parent.children)
         return PreparedTurn(
             parent=parent,
@@ -176,6 +209,7 @@ class Trajectory:
             prompt=prompt,
             is_branch=has_siblings if self.is_forest else parent is not tree.tip,
             is_edited=match.edited is not None and match.edited[0] >= parent.num_messages,
+            recalled=recalled,
         )
 
     def _begun_at(self, messages: list[Message]) -> float | None:
@@ -196,6 +230,16 @@ class Trajectory:
         found = first_difference(self.tree.tip, request.messages, rules.matcher)
         assert found is not None  # otherwise nothing would be left behind
         return _mismatch(*found, f"{limit}; resend the history as it was answered, or open a new session")
+
+
+def _marked(prompt: Prompt, longer: Prompt, passages: Sequence[Passage]) -> tuple[Prompt, Recalled | None]:
+    """The prompt with quotes, and which of its tokens these are: where the one without them differs."""
+    length = len(longer.ids) - len(prompt.ids)
+    if length <= 0:
+        return prompt, None
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(longer.ids, prompt.ids, strict=False))
+    keys = tuple(passage.key for passage in passages)
+    return replace(longer, num_control=prompt.num_control), Recalled(start=len([*same]), length=length, passages=keys)
 
 
 def _edited(index: int, difference: Difference) -> MessageMismatch:

@@ -39,6 +39,11 @@ class Node:
         return self.turn.number
 
     @property
+    def start(self) -> int:
+        """Tokens on the path before this turn."""
+        return self.parent.end if self.parent else 0
+
+    @property
     def last_token(self) -> int | None:
         """Of the reply, as it was sampled."""
         tokens = self.turn.sampled or self.turn.given

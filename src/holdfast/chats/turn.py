@@ -23,6 +23,7 @@ from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
 from holdfast.chats.grammar_queue import GrammarQueue
+from holdfast.chats.recall import NO_RECALL, RecallLimits, View
 from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Tip, Trajectory
 from holdfast.chats.tree import Node
@@ -79,6 +80,7 @@ class ChatSetup:
     forest_rules: HistoryRules = field(init=False)
     is_forest: bool = False  # what a new session is, unless its client says
     max_conversations: int = 8  # caches that one forest may have
+    recall: RecallLimits = NO_RECALL  # of sessions that do not say
     stream_stall_s: float = 0.0  # how long a turn waits for its readers, in all; 0: no limit
     expert_shape: Callable[[], tuple[int, int] | None] = lambda: None  # layers and experts per token, if known
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
@@ -142,7 +144,11 @@ class ChatTurn:
         below = prepared.parent.number if prepared.is_branch else None
         self.events.publish(
             TurnStarted(
-                turn_id=self.id, writer=self.request.writer, num_dropped=self._num_dropped, branched_below=below
+                turn_id=self.id,
+                writer=self.request.writer,
+                num_dropped=self._num_dropped,
+                branched_below=below,
+                num_recalled=prepared.num_recalled,
             )
         )
         owner = self.trajectory.owner
@@ -187,12 +193,14 @@ class ChatTurn:
         setup, request, trajectory = self.setup, self.request.request, self.trajectory
         fits = partial(check_fits, model=setup.runtime.model, may_truncate=request.may_truncate, at_least="at least ")
         rules = setup.forest_rules if trajectory.is_forest else setup.rules
+        limits = request.recall or trajectory.recall or setup.recall
+        prepare = partial(trajectory.prepare, request, setup.chat, rules, fits, limits=limits, view=self._view)
+        # Beside the request it may be the whole past that is taken into the index.
+        num_bytes = request.num_bytes + (trajectory.num_unindexed if limits.tokens else 0)
         while True:
             # A large request is rendered in a thread. What is on record does not change meanwhile, and a strict session
             # gains no turn.
-            prepared = await run_off_loop(
-                lambda: trajectory.prepare(request, setup.chat, rules, fits), request.num_bytes
-            )
+            prepared = await run_off_loop(prepare, num_bytes)
             if not trajectory.is_forest:
                 return prepared
             if (busy := trajectory.busy_tips.get(prepared.tip)) is None:
@@ -209,6 +217,11 @@ class ChatTurn:
             finally:
                 trajectory.num_waiting -= 1
             self.claim.check_not_closed()
+
+    def _view(self, parent: Node, num_new: int) -> View:
+        """What the last of so many new tokens below `parent` attends to."""
+        pinned = _pinned(parent, self.claim.session.sink) if self.trajectory.is_forest else self.claim.session.sink
+        return View(pinned, parent.end + num_new - self.setup.runtime.model.recent)
 
     async def cache(self) -> tuple[Cache, Claim]:
         """The cache in which the turn is computed, and the claim on it."""
@@ -284,6 +297,8 @@ class ChatTurn:
         request, prepared = self.request, self.prepared
         if num_trimmed := self._num_trimmed(tokens):
             facts = replace(facts, num_trimmed=num_trimmed)
+        if prepared.recalled is not None:
+            facts = replace(facts, recalled=prepared.recalled)
         if request.response_id or request.agent or prepared.is_edited:
             agent, is_edited = dict(request.agent), prepared.is_edited
             facts = replace(facts, response_id=request.response_id, agent=agent, is_edited=is_edited)

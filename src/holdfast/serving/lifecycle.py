@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.matching import load_matcher
 from holdfast.chats.embedded_turn import generate_reply
+from holdfast.chats.recall import RecallLimits
 from holdfast.chats.service import ChatService, Trajectories
 from holdfast.chats.trajectory import HistoryRules
 from holdfast.chats.turn import ChatSetup, TurnSource
@@ -226,6 +227,7 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
         rules=rules,
         admission=admission,
         weight_version=config.weight_version,
+        recall=RecallLimits(chat.config.recall_tokens),
         stream_stall_s=config.stream_stall_s,
         is_forest=chat.config.history == "forest",
         max_conversations=chat.config.max_conversations,

@@ -34,6 +34,7 @@ _OPTIONAL = (
     "weight_spans",
     "effort",
     "num_trimmed",
+    "recalled",
 )  # of a turn's facts
 _JSON = ("messages", "reply", "root", "facts")
 
@@ -54,6 +55,16 @@ class TemplateInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """Quotes of earlier passages among the given tokens of a turn: `length` of them, from `start` on. Each passage by
+    the turns of its conversation up to its own, and its place there."""
+
+    start: _Count
+    length: _Count
+    passages: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFacts:
     """What a trainer must know about a turn besides its tokens."""
 
@@ -71,6 +82,7 @@ class TurnFacts:
     pinned: int | None = None  # tokens at the start of this conversation that never leave the window
     weight_spans: tuple[tuple[str, int], ...] = ()  # versions and their numbers of sampled tokens, if several in a turn
     num_trimmed: int = 0  # sampled tokens at the end that are not in the history which the next turn goes on from
+    recalled: Recalled | None = None
     effort: Mapping[str, int | float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
 
 

@@ -69,6 +69,10 @@ DESCRIPTIONS = {
     "label": "A name for the session; lists can be filtered by it.",
     "Fork.label": "A name for the new session. Default: that of the original.",
     "pin_tokens": "First tokens that stay in the window. Default: the system prompt and tools, as far as they fit.",
+    "recall": "Passages out of the model's view that a turn may quote before the new message, and how many tokens they "
+    "may have; `false`: none. Default: the session's, or by --recall-tokens.",
+    "tokens": "Most tokens that the quotes may have.",
+    "passages": "Most passages that are quoted.",
     "session_ids": "Delete these closed sessions, whenever they were closed.",
     "older_than_s": "Delete sessions that were closed at least this many seconds ago. Default: by --retain-days.",
     "dry_run": "Only list what would be deleted.",

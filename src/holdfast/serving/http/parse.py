@@ -8,10 +8,11 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.grammar import Compilation
 from holdfast.chat.template import RESERVED
 from holdfast.chats.events import ChatRequest
+from holdfast.chats.recall import RecallLimits
 from holdfast.chats.turn import check_fits, run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Constraint, SamplingParams
-from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, RelayedChat, Sampling, Tool
+from holdfast.serving.http.schema import ChatCompletion, Completion, NamedTool, Recall, RelayedChat, Sampling, Tool
 from holdfast.sessions.ports import ModelInfo
 
 _MAX_PROMPTS = 64
@@ -51,6 +52,7 @@ async def chat_request(
         variables=template_variables(body, chat),
         stop=stop_strings(body),
         may_truncate=body.truncation == "auto",
+        recall=recall_limits(body.recall),
         body=fields,
         num_bytes=num_bytes,
     )
@@ -66,9 +68,19 @@ def relayed_request(
         tools=_tools(fields, as_sglang=as_sglang),
         variables=template_variables(body, chat),
         may_truncate=True,  # the upstream knows its own window
-        body=fields,
+        recall=recall_limits(body.recall),
+        body={name: value for name, value in fields.items() if name != "recall"},
         num_bytes=num_bytes,
     )
+
+
+def recall_limits(given: Recall | bool | None) -> RecallLimits | None:
+    """None: not given here."""
+    if isinstance(given, Recall):
+        return RecallLimits(given.tokens, given.passages)
+    if given:
+        raise InvalidArgument('recall must be false, or an object like {"tokens": 512, "passages": 8}', param="recall")
+    return None if given is None else RecallLimits(0)
 
 
 def sampling_params(

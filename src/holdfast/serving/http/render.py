@@ -182,5 +182,6 @@ def usage_of(endings: Sequence[ReplyEnd]) -> Json:
             "prefilled_tokens": sum(usage.prefilled_tokens for usage in usages if usage.is_first),
             "recomputed_tokens": first.recomputed_tokens,
             "dropped_tokens": max(usage.dropped_tokens for usage in usages),
+            "recalled_tokens": first.recalled_tokens,
         },
     }

@@ -342,6 +342,8 @@ class TurnResponder:
         if self.response is not None and self.response.number is None:
             return headers | {"holdfast-recorded": "false"}
         headers |= {"holdfast-dropped-tokens": str(self._started.num_dropped()), "holdfast-turn": self._started.turn_id}
+        if self._started.num_recalled:
+            headers["holdfast-recalled-tokens"] = str(self._started.num_recalled)
         if self._started.branched_below is not None:
             headers["holdfast-branched"] = str(self._started.branched_below)
         return headers

@@ -21,7 +21,7 @@ from holdfast.serving.http.dialects import CHAT
 from holdfast.serving.http.dialects.base import Dialect
 from holdfast.serving.http.dialects.responses import CONVERSATION
 from holdfast.serving.http.middleware import owner_of
-from holdfast.serving.http.parse import chat_request, relayed_request, unread_fields
+from holdfast.serving.http.parse import chat_request, recall_limits, relayed_request, unread_fields
 from holdfast.serving.http.reading import ChatCall, agent_ids, read_chat
 from holdfast.serving.http.response import (
     StreamTimes,
@@ -67,6 +67,7 @@ class SessionRoutes:
             metadata=body.metadata,
             pin_tokens=body.pin_tokens,
             is_forest=None if body.history is None else body.history == "forest",
+            recall=recall_limits(body.recall),
         )
         return JSONResponse({"session_id": view.session_id})
 

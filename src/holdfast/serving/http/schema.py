@@ -57,6 +57,11 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class Recall(Struct, kw_only=True, forbid_unknown_fields=True):
+    tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    passages: Annotated[int, Meta(ge=1, le=64)] = 8
+
+
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     """What chat and text completions share."""
 
@@ -102,6 +107,7 @@ class ChatCompletion(Sampling, kw_only=True, forbid_unknown_fields=True):
     input_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
     return_meta_info: bool | None = None
     no_stop_trim: Literal[False] | None = None
+    recall: Recall | bool | None = None
 
 
 class Completion(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +130,7 @@ class RelayedChat(Struct, kw_only=True):
     reasoning_effort: Any = None
     verbosity: Any = None
     input_ids: list[Any] | None = None
+    recall: Recall | bool | None = None
 
 
 class Reward(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -162,6 +169,7 @@ class NewSession(Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: _Metadata | None = None
     pin_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     history: Literal["strict", "forest"] | None = None
+    recall: Recall | bool | None = None
 
 
 class Fork(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,206 @@
+"""Passages of a conversation, and which of them a text is about: an index of words, ranked by BM25.
+
+Pure: nothing but the texts that were added decides what is found, so the same search always gives the same passages.
+"""
+
+import re
+import unicodedata
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+else:
+    Mask = np.ndarray
+
+MAX_BYTES = 480  # of a passage: about 128 tokens of English
+_MAX_QUERY = 64  # words; of a longer text the rarest count
+_K1, _B = 1.2, 0.75  # BM25's usual constants: how soon a repeated word counts no more, how much long passages lose
+_QUESTION = 0.3  # what a question's score is multiplied with: it resembles a new one more than its answer does
+_CUTS = (r"\n\s*\n\s*", r"\n", r"(?<=[.!?\u3002\uff01\uff1f])\s*", r"\s+")  # where a text may be cut, the best first
+_WORD = re.compile(r"\w+")
+_DENSE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]")  # scripts without spaces between words
+_COMMON = frozenset(
+    _WORD.findall(
+        "a about all an and any are as at be been but by can could did do does for from had has have he her his how i"
+        " if in into is it its just me more my no not now of on or our out please she so some tell than that the their"
+        " them then there these they this to too up us was we were what when where which who why will with would you"
+        " your"
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A part of a message: `turn` counts the turns of its conversation from 1, `message` those of the turn, of which
+    the reply is the last, `place` the parts of the message. It is among the tokens from `start` to `end`."""
+
+    turn: int
+    message: int
+    place: int
+    role: str
+    text: str
+    start: int
+    end: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.turn, self.message, self.place
+
+
+class Found(NamedTuple):
+    number: int  # of the passage, in the order in which passages were added
+    score: float
+
+
+class PassageIndex(Protocol):
+    """Texts, numbered from 0 on, that can be searched."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, text: str) -> None: ...
+
+    def search(self, query: str, allowed: Mask, limit: int) -> list[Found]:
+        """The texts among those allowed that the query is most about, the best first. Others have no influence."""
+
+
+def split_text(text: str, max_bytes: int = MAX_BYTES) -> Iterator[tuple[int, int]]:
+    """Where parts of the text begin and end: paragraphs, as many as fit into one part; a longer one is cut at a line,
+    a sentence, a word, or where it must."""
+    start = 0
+    for begin, end in _pieces(text, 0, len(text), max_bytes, 0):
+        if end > start and _size(text, start, end) > max_bytes and begin > start:
+            yield from _stripped(text, start, begin)
+            start = begin
+    yield from _stripped(text, start, len(text))
+
+
+def _pieces(text: str, start: int, end: int, max_bytes: int, level: int) -> Iterator[tuple[int, int]]:
+    if _size(text, start, end) <= max_bytes:
+        yield start, end
+    elif level == len(_CUTS):
+        step = max(1, max_bytes // 4)  # a character has at most four bytes
+        for begin in range(start, end, step):
+            yield begin, min(begin + step, end)
+    else:
+        begin = start
+        for cut in re.compile(_CUTS[level]).finditer(text, start, end):
+            if begin < cut.end() < end:
+                yield from _pieces(text, begin, cut.end(), max_bytes, level + 1)
+                begin = cut.end()
+        yield from _pieces(text, begin, end, max_bytes, level + 1)
+
+
+def _size(text: str, start: int, end: int) -> int:
+    return len(text[start:end].strip().encode(errors="surrogatepass"))
+
+
+def _stripped(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    part = text[start:end]
+    if words := part.strip():
+        begin = start + part.index(words[0])
+        yield begin, begin + len(words)
+
+
+def words_of(text: str) -> list[str]:
+    """The words by which a text is found: in one case, without accents and common endings."""
+    text = unicodedata.normalize("NFKD", text.casefold())
+    text = "".join(char for char in text if not unicodedata.combining(char)) if not text.isascii() else text
+    found: list[str] = []
+    for word in _WORD.findall(text):
+        if not word.isascii() and _DENSE.search(word):
+            found += [word[index : index + 2] for index in range(max(1, len(word) - 1))]
+        else:
+            found += (_stem(part) for part in word.split("_") if part)
+    return found
+
+
+def _stem(word: str) -> str:
+    if len(word) > 4 and word.isascii():
+        for ending in ("ing", "ies", "ed", "es", "s", "ly"):
+            if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
+                word = word.removesuffix(ending)
+                break
+        word = word.removesuffix("e") if len(word) > 4 else word
+    return word
+
+
+def is_question(text: str) -> bool:
+    return text.rstrip(" \t\r\n\"')*_").endswith(("?", "\uff1f"))
+
+
+class WordIndex:
+    """For each word, in which texts it is and how often. Texts that are not allowed do not even count as such: how rare
+    a word is, is counted among those allowed."""
+
+    def __init__(self) -> None:
+        self._postings: dict[str, tuple[array[int], array[int]]] = {}
+        self._lengths = array("i")
+        self._weights = array("d")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def add(self, text: str) -> None:
+        counts: dict[str, int] = {}
+        words = words_of(text)
+        for word in words:
+            counts[word] = counts.get(word, 0) + 1
+        for word, count in counts.items():
+            numbers, times = self._postings.setdefault(word, (array("i"), array("i")))
+            numbers.append(len(self._lengths))
+            times.append(count)
+        self._lengths.append(len(words))
+        self._weights.append(_QUESTION if is_question(text) else 1.0)
+
+    def search(self, query: str, allowed: Mask, limit: int) -> list[Found]:
+        num = int(np.count_nonzero(allowed))
+        if not num:
+            return []
+        lengths = np.frombuffer(self._lengths, np.int32)
+        usual = max(1.0, float(lengths[allowed].mean()))
+        scores = np.zeros(len(lengths))
+        for rarity, numbers, times in self._rarest(query, allowed, num):
+            damping = _K1 * (1 - _B + _B * lengths[numbers] / usual)
+            scores[numbers] += rarity * times * (_K1 + 1) / (times + damping)
+        scores *= np.frombuffer(self._weights, np.float64)
+        least = np.partition(scores, -limit)[-limit] if len(scores) > limit else 0.0
+        best = np.flatnonzero(scores >= max(least, np.nextafter(0, 1)))
+        best = best[np.lexsort((-best, -scores[best]))]
+        return [Found(int(number), float(scores[number])) for number in best[:limit]]
+
+    def _rarest(
+        self, query: str, allowed: Mask, num: int
+    ) -> list[tuple[float, "np.ndarray[tuple[int], np.dtype[np.int32]]", "np.ndarray[tuple[int], np.dtype[np.int32]]"]]:
+        """For each word of the query how rare it is, where it is and how often; the rarest first."""
+        words = dict.fromkeys(words_of(query))
+        found = []
+        for word in [word for word in words if word not in _COMMON] or words:
+            if (posting := self._postings.get(word)) is None:
+                continue
+            numbers, times = (np.frombuffer(part, np.int32) for part in posting)
+            here = allowed[numbers]
+            if count := int(np.count_nonzero(here)):
+                rarity = float(np.log1p((num - count + 0.5) / (count + 0.5)))
+                found.append((rarity, numbers[here], times[here]))
+        found.sort(key=lambda one: -one[0])
+        return found[:_MAX_QUERY]
+
+
+def quoted(passages: Sequence[Passage]) -> str:
+    """The passages as a text that a model reads as quotes, in their order. Each line of a quote begins with a mark, so
+    that none can end it."""
+    lines = ["Earlier in this conversation:"]
+    before: Passage | None = None
+    for passage in sorted(passages, key=lambda one: one.key):
+        if before is None or (before.turn, before.message) != (passage.turn, passage.message):
+            lines.append(f"{passage.role} (turn {passage.turn}):")
+        elif passage.place != before.place + 1:
+            lines.append("> ...")
+        lines += [f"> {line}" for line in passage.text.splitlines()]
+        before = passage
+    return "\n".join(lines)
