@@ -180,7 +180,7 @@ class _Positions:
 
     def __init__(self, tokens: "array[int]", start: int, tokenizer: Tokenizer, quotes: range = range(0)) -> None:
         self._whole = (start, start + len(tokens))
-        pieces = [*_pieces(tokens, tokenizer)][::-1]
+        pieces = [*token_pieces(tokens, tokenizer)][::-1]
         for index in quotes:
             pieces[len(tokens) - 1 - index] = b"\xff"  # a byte that no text has
         # The other way round, as searching from the end may take much longer.
@@ -200,7 +200,7 @@ class _Positions:
         return self._whole[1] - first - 1, self._whole[1] - last
 
 
-def _pieces(tokens: "array[int]", tokenizer: Tokenizer) -> Iterator[bytes]:
+def token_pieces(tokens: "array[int]", tokenizer: Tokenizer) -> Iterator[bytes]:
     """What each token spells, or completes."""
     if tokenizer.is_byte_level:
         return map(tokenizer.token_bytes, tokens)

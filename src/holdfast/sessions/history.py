@@ -54,6 +54,7 @@ class History:
     def __init__(self) -> None:
         self._tokens = array("i")
         self.spans: list[Span] = []
+        self._num_kept = 0
         self._counts = {kind: [0, 0] for kind in SpanKind}  # spans, tokens: kept, not counted, as histories are long
 
     def __len__(self) -> int:
@@ -116,7 +117,13 @@ class History:
         span.sampling_logprobs.append(token.sampling_logprob)
         return span
 
+    def num_kept(self) -> int:
+        """How many of the first tokens have stayed since this was last asked. For one who asks: who has an index."""
+        num_kept, self._num_kept = self._num_kept, len(self._tokens)
+        return num_kept
+
     def rewind(self, length: int) -> None:
+        self._num_kept = min(self._num_kept, length)
         del self._tokens[length:]
         while self.spans and self.spans[-1].start >= length:
             gone = self.spans.pop()

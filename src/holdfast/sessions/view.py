@@ -1,9 +1,9 @@
 """The state of sessions as both endpoints report it: one session, a page of a list, and the gauges of all."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from prometheus_client import Gauge
 
@@ -120,6 +120,25 @@ def resting_view(opened: SessionOpened, summary: SessionSummary, recent: int, id
         rewind_count=summary.num_rewinds,
         recomputed_tokens=0,
     )
+
+
+class FoundPassage(NamedTuple):
+    """A passage of a session's history, among the tokens from `start` to `end`, that a search has found."""
+
+    turn: int
+    role: str
+    text: str
+    start: int
+    end: int
+    score: float
+
+
+class Search(Protocol):
+    async def __call__(
+        self, session_id: str, owner: str, query: str | Sequence[int], *, limit: int, in_view: bool
+    ) -> list[FoundPassage]:
+        """The passages of the owner's session that a text, or the text of tokens, is most about, the best first.
+        `in_view`: also those that the model sees anyway."""
 
 
 class Page(NamedTuple):
