@@ -64,6 +64,9 @@ class PassageIndex(Protocol):
 
     def add(self, text: str) -> None: ...
 
+    def pop(self, text: str) -> None:
+        """Take the last text, which must be this one, out again."""
+
     def search(self, query: str, allowed: Mask, limit: int) -> list[Found]:
         """The texts among those allowed that the query is most about, the best first. Others have no influence."""
 
@@ -156,6 +159,16 @@ class WordIndex:
             times.append(count)
         self._lengths.append(len(words))
         self._weights.append(_QUESTION if is_question(text) else 1.0)
+
+    def pop(self, text: str) -> None:
+        for word in set(words_of(text)):
+            numbers, times = self._postings[word]
+            numbers.pop()
+            times.pop()
+            if not numbers:
+                del self._postings[word]
+        self._lengths.pop()
+        self._weights.pop()
 
     def search(self, query: str, allowed: Mask, limit: int) -> list[Found]:
         num = int(np.count_nonzero(allowed))
