@@ -55,6 +55,9 @@ class QualitySettings:
     oracle_windows: int = option(3, "length, in windows, of the text to compare with the oracle", least=1)
     questions: int = option(40, "facts that a server is asked for once they have left its window; 0: none", least=0)
     windows: str = option("2,10,100", "how many windows ago these facts were told, separated by commas")
+    pass_keys: int = option(0, "keys told in the course of a long history that the server is asked for; 0: none")
+    history_tokens: int = option(200_000, "length of that history", least=1)
+    search_tokens: str = option("200000", "lengths of histories that are searched, separated by commas")
     served_recent: int = option(256, "window of the server that is asked", least=128)
     dtype: str = option("float32", "weights and cache; only float32 is compared with the oracle")
     device: str = option("auto", "device to compute on")
@@ -111,6 +114,10 @@ def _measure(build: Build, settings: QualitySettings, results: Results) -> None:
     results.on_round()
     if settings.questions:
         recall_quality.measure(results, _text(settings), settings)
+    if settings.pass_keys:
+        recall_quality.measure_pass_keys(results, _text(settings), settings)
+    for num_tokens in recall_quality.numbers(settings.search_tokens):
+        recall_quality.measure_search(results, _text(settings), tokenizer, num_tokens)
     results.on_round()
 
 
@@ -249,8 +256,7 @@ def judge(report: Report) -> list[Gate]:
         recalled("pinned"),
         control("control_recalled_outside", recalled("outside"), len(report.values("outside/recalled"))),
     ]
-    if report.settings.get("questions"):
-        gates += recall_quality.judge(report)
+    gates += recall_quality.judge(report)
     if report.settings.get("dtype") == "float32":
         without = report.values("oracle_without_sinks/difference")
         gates += [agrees("oracle"), control("control_oracle", agrees("oracle_without_sinks"), len(without))]

@@ -1,17 +1,25 @@
 """Whether a session answers from what has left its window: facts told long ago, asked through a server with recall,
 without it, and with the fact in view; and questions about what nobody told."""
 
+import contextlib
+import math
+import os
 import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from holdfast.bench.gates import Gate, control, share_at_least
+from holdfast.bench.gates import Gate, control, median_at_most, share_at_least
 from holdfast.bench.load import ask
+from holdfast.bench.machine import resident_bytes
 from holdfast.bench.processes import RunningServer, serving
 from holdfast.bench.report import Report, Results
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chats.recall import Recall, View
+from holdfast.chats.tree import Tree
 
 if TYPE_CHECKING:
     from holdfast.bench.quality import QualitySettings
@@ -24,7 +32,8 @@ _NOTED = {"role": "assistant", "content": "Noted."}
 _REPLY_TOKENS = 24
 _FILLER_CHARS = 600
 _QUOTES = 0.5  # of the window
-_KEYS = 0.9  # of a long history through which pass keys are spread
+_ASKED = 40  # searches that are timed
+_LIMITS_MS = {200_000: 5.0, 2_000_000: 20.0}  # of a search, by the length of the history
 _PLACES = (
     "beacon",
     "orchard",
@@ -119,11 +128,8 @@ class Talk:
 
     def kv_bytes(self) -> tuple[int, int]:
         """The cache's bytes in use, and those that are reserved for it."""
-        info = self._send("GET", self._path)
+        (info,) = self._send("GET", "/sessions")["data"]
         return info["kv_live_bytes"], info["kv_reserved_bytes"]
-
-    def close(self) -> None:
-        self._send("DELETE", self._path)
 
     def _complete(self, messages: list[dict[str, Any]], max_tokens: int, *, recall: Any) -> Any:
         body = {
@@ -151,8 +157,7 @@ def measure(results: Results, text: str, settings: "QualitySettings") -> None:
     statements = [*(one.statement for one in known), *others]
     chance.shuffle(statements)
     fillers = _fillers(text)
-    flags = ("--recent", str(recent), "--max-rollback", "-1", "--device", settings.device)
-    with serving(settings.model, *flags) as server:
+    with _served(settings) as server:
         talk = Talk(server, round(_QUOTES * recent))
         talk.tell([next(fillers)])
         for number, one in enumerate(known):
@@ -178,21 +183,83 @@ def measure(results: Results, text: str, settings: "QualitySettings") -> None:
                 answer, _ = talk.ask(one.wordings[number % len(one.wordings)], recall=is_on)
                 results.count(f"{name}/false", is_false(answer))
                 results.count(f"{name}/false_told", not told.isdisjoint(_words(answer)))
-        talk.close()
-    for name in [name for name in results.report.series if name.endswith(("/answered", "/false", "/false_told"))]:
-        values = results.report.values(name)
-        results.figure(f"{name}_share", "", sum(values) / len(values))
+
+
+def measure_pass_keys(results: Results, text: str, settings: "QualitySettings") -> None:
+    """Tell keys in the course of a long history, and ask for all of them at its end."""
+    num, recent, length = settings.pass_keys, settings.served_recent, settings.history_tokens
+    chance = random.Random(1)
+    keys = []
+    for place in [*_PLACES, *_UNKNOWN][:num]:
+        key = str(chance.randrange(10_000, 100_000))
+        keys.append(Question(f"The pass key of the {place} is {key}.", (f"What is the pass key of the {place}?",), key))
+    fillers = _fillers(text)
+    with _served(settings) as server:
+        talk = Talk(server, round(_QUOTES * recent))
+        talk.tell([next(fillers)])
+        for one in keys:
+            results.count("pass_keys_in_view/answered", one.is_answered_by(talk.ask(one.statement, *one.wordings)[0]))
+        told = 0
+        while talk.num_tokens < length:
+            results.step(f"telling, {talk.num_tokens} of {length} tokens")
+            if told < num and talk.num_tokens >= told * length / (num + 1):
+                talk.tell([keys[told].statement])
+                told += 1
+            talk.tell([next(fillers) for _ in range(max(1, recent // 256))])
+            if talk.num_tokens > 2 * recent:
+                for name, value in zip(("live", "reserved"), talk.kv_bytes(), strict=True):
+                    results.extend(f"pass_keys/kv_{name}_bytes", "bytes", [value])
+        for number, one in enumerate(keys):
+            results.step(f"pass key {number + 1} of {num}")
+            for name, is_on in (("on", True), ("off", False)):
+                answer, _ = talk.ask(*one.wordings, recall=is_on)
+                results.count(f"pass_keys_{name}/answered", one.is_answered_by(answer))
+        results.figure("pass_keys/history_tokens", "tokens", talk.num_tokens)
+
+
+def measure_search(results: Results, text: str, tokenizer: Tokenizer, num_tokens: int) -> None:
+    """How long it takes to search a history of that length, and to make its index."""
+    results.step(f"writing {num_tokens} tokens")
+    tree, fillers = Tree(), _fillers(text)
+    while tree.tip.end < num_tokens:
+        told = next(fillers)
+        message, reply = {"role": "user", "content": told}, {"role": "assistant", "content": "Noted."}
+        ids = tokenizer.encode_plain(told)
+        tree.add(tree.new_turn(tree.tip, messages=[message], reply=reply, given=ids, sampled=[], finish_reason="stop"))
+    recall, view = Recall(), View(0, tree.tip.end - 1024)
+    before, started = resident_bytes(os.getpid()), time.perf_counter()
+    recall.update(tree, tokenizer)
+    results.figure(f"search/{num_tokens}/index_s", "s", time.perf_counter() - started, "lower")
+    grown = resident_bytes(os.getpid()) - before
+    results.figure(f"search/{num_tokens}/index_bytes_a_token", "bytes", grown / tree.tip.end, "lower")
+    for number in range(_ASKED):
+        start = number * len(text) // _ASKED
+        query = text[start : start + (60, 400)[number % 2]]
+        started = time.perf_counter()
+        recall.search(tree.tip, view, query)
+        results.extend(f"search/{num_tokens}/ms", "ms", [(time.perf_counter() - started) * 1000])
 
 
 def judge(report: Report) -> list[Gate]:
-    def share(name: str, series: str, least: float) -> Gate:
-        return share_at_least(name, report.values(series), least)
+    settings, gates = report.settings, []
+    if settings.get("questions"):
+        gates += _judge_answers(report)
+    if settings.get("pass_keys"):
+        gates += [_like_in_view(report, "pass_keys", "pass_keys_in_view", "pass_keys_on")]
+        kv = report.values("pass_keys/kv_live_bytes")
+        gates += [
+            Gate("pass_keys_memory", bool(kv) and min(kv) == max(kv) > 0, f"{len({*kv})} different sizes of the cache")
+        ]
+    for num_tokens in numbers(settings.get("search_tokens", "")):
+        limit = min([most for length, most in _LIMITS_MS.items() if num_tokens <= length], default=math.inf)
+        gates.append(median_at_most(f"search_{num_tokens}", report.values(f"search/{num_tokens}/ms"), limit, "ms"))
+    return gates
 
-    seen = report.values("in_view/answered")
-    least = OF_IN_VIEW * sum(seen) / len(seen) if seen else 1.0
-    gates = [share("recall_in_view", "in_view/answered", 0.5)]
-    for distance in numbers(str(report.settings.get("windows", ""))):
-        gates.append(share(f"recall_after_{distance}_windows", f"on/{distance}/answered", least))
+
+def _judge_answers(report: Report) -> list[Gate]:
+    gates = [share_at_least("recall_in_view", report.values("in_view/answered"), 0.5)]
+    for distance in numbers(report.settings["windows"]):
+        gates.append(_like_in_view(report, f"recall_after_{distance}_windows", "in_view", f"on/{distance}"))
         without = report.values(f"off/{distance}/answered")
         gates.append(control(f"control_without_recall_{distance}", share_at_least("", without, CHANCE), len(without)))
     for name in ("false", "false_told"):
@@ -200,6 +267,17 @@ def judge(report: Report) -> list[Gate]:
         reason = f"{sum(on):g} of {len(on)} with recall, {sum(off):g} of {len(off)} without"
         gates.append(Gate(f"recall_{name}", bool(on) and sum(on) <= sum(off), reason))
     return gates
+
+
+def _like_in_view(report: Report, name: str, in_view: str, recalled: str) -> Gate:
+    seen = report.values(f"{in_view}/answered")
+    least = OF_IN_VIEW * sum(seen) / len(seen) if sum(seen) else 1.0
+    return share_at_least(name, report.values(f"{recalled}/answered"), least)
+
+
+def _served(settings: "QualitySettings") -> contextlib.AbstractContextManager[RunningServer]:
+    flags = ("--recent", str(settings.served_recent), "--max-rollback", "-1", "--device", settings.device)
+    return serving(settings.model, *flags)
 
 
 def numbers(text: str) -> list[int]:

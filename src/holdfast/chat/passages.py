@@ -3,6 +3,7 @@
 Pure: nothing but the texts that were added decides what is found, so the same search always gives the same passages.
 """
 
+import json
 import re
 import unicodedata
 from array import array
@@ -27,13 +28,15 @@ _CUTS = (r"\n\s*\n\s*", r"\n", r"(?<=[.!?\u3002\uff01\uff1f])\s*", r"\s+")  # wh
 _WORD = re.compile(r"\w+")
 _ENDING = re.compile(r"(?<=\w{3})(?<![^aeiouy]{3})(?:ing|ed)$")  # not of "string"
 _DENSE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]")  # scripts without spaces between words
+_BREAK = re.compile("[\x85\u2028\u2029]")  # which end a line, and need not be escaped in JSON
 _NOWHERE = (array("i"), array("i"))
 _COMMON = frozenset(
     _WORD.findall(
-        "a about all an and any are as at be been but by can could did do does for from had has have he her his how i"
-        " if in into is it its just me more my no not now of on or our out please she so some tell than that the their"
-        " them then there these they this to too up us was we were what when where which who why will with would you"
-        " your"
+        "a about again all also an and any are as ask asked at be been before but by came can come could d did do"
+        " does earlier ever for forget forgot from get give got had has have he her his how i if in into is it its"
+        " just know let like ll look m me mean mention mentioned more my need no not now of on or our out please re"
+        " recall remember s said say see she so some still t tell than that the their them then there these they think"
+        " this to told too up us ve want was we were what when where which who why will with would you your"
     )
 )
 
@@ -70,7 +73,7 @@ class PassageIndex(Protocol):
 
     def search(self, query: str, allowed: Mask, limit: int, least_share: float = 0.0) -> list[Found]:
         """The texts among those allowed that the query is most about, the best first. Others have no influence.
-        `least_share`: how much of what the query is about a text must have."""
+        `least_share`: of the query's words, weighted by how rare they are, that a text must have."""
 
 
 def split_text(text: str, max_bytes: int = MAX_BYTES) -> Iterator[tuple[int, int]]:
@@ -176,8 +179,8 @@ class WordIndex:
         for rarity, numbers, times in self._rarest(query, allowed, num):
             damping = _K1 * (1 - _B + _B * lengths[numbers] / usual)
             scores[numbers] += rarity * times * (_K1 + 1) / (times + damping)
-            shares[numbers] += rarity**2  # squared, so that many usual words are not worth a rare one
-            whole += rarity**2
+            shares[numbers] += rarity
+            whole += rarity
         scores *= np.frombuffer(self._weights, np.float64)
         scores[shares < least_share * whole] = 0.0
         least = np.partition(scores, -limit)[-limit] if len(scores) > limit else 0.0
@@ -199,15 +202,10 @@ class WordIndex:
 
 
 def quoted(passages: Sequence[Passage]) -> str:
-    """The passages as a text that a model reads as quotes, in their order. Each line of a quote begins with a mark, so
-    that none can end it."""
+    """The passages as a text that a model reads as quotes, in their order. Each is one JSON string on a line of its
+    own, which nothing in it can end; those of others than the user begin with the role."""
     lines = ["Earlier in this conversation:"]
-    before: Passage | None = None
     for passage in sorted(passages, key=lambda one: one.key):
-        if before is None or (before.turn, before.message) != (passage.turn, passage.message):
-            lines.append(f"{passage.role} (turn {passage.turn}):")
-        elif passage.place != before.place + 1:
-            lines.append("> ...")
-        lines += [f"> {line}" for line in passage.text.splitlines()]
-        before = passage
+        text = _BREAK.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(passage.text, ensure_ascii=False))
+        lines.append(text if passage.role == "user" else f"{passage.role}: {text}")
     return "\n".join(lines)

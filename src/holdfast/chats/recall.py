@@ -21,8 +21,8 @@ from holdfast.errors import InvalidArgument
 
 _KEY = "holdfast-recall"  # of a session's metadata, under which its own limits are kept
 _CANDIDATES = 64  # passages that are looked at for a turn
-_LEAST_SCORE = 0.5  # of the best passage's that the others must have
-_LEAST_SHARE = 0.3  # of what the new messages are about that a passage must have
+_LEAST_SCORE = 0.7  # of the best passage's that the others must have
+_LEAST_SHARE = 0.33  # of the new messages' words, weighted by how rare they are, that a passage must have
 _MAX_QUERY = 1 << 14  # characters
 _ASKED = re.compile(r"(?<![^.!?\n\u3002\uff01\uff1f])[^.!?\n\u3002\uff01\uff1f]++[?\uff1f]")
 
