@@ -17,6 +17,7 @@ from holdfast.chat.passages import Mask, Passage, PassageIndex, WordIndex, quote
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
+from holdfast.sessions.record import View
 
 _KEY = "holdfast-recall"  # of a session's metadata, under which its own limits are kept
 _CANDIDATES = 64  # passages that are looked at for a turn
@@ -46,14 +47,6 @@ class RecallLimits:
 
 
 NO_RECALL = RecallLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The tokens of a path that a model sees when it goes on: the first `pinned` ones, and those from `start` on."""
-
-    pinned: int
-    start: int
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.ports import Backend, EventStream
 from holdfast.sessions.quotas import OwnerQuotas
-from holdfast.sessions.record import TurnRecord
+from holdfast.sessions.record import TurnRecord, View
 from holdfast.sessions.session import Session, opened
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,9 @@ class Claim:
 
         await self._carry_out(work(), conclude)
 
-    async def generate(self, params: SamplingParams, tokens: Sequence[int] = ()) -> AsyncGenerator[list[Event], None]:
+    async def generate(
+        self, params: SamplingParams, tokens: Sequence[int] = (), *, view: View | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Append `tokens`, then sample. Yields batches of events; the last ends with Done, once all is on record.
 
         Close the generator to cancel; what was given and sampled until then stays.
@@ -260,7 +262,7 @@ class Claim:
         stream: EventStream | None = None
         recording: asyncio.Task[None] | None = None
         try:
-            stream = self._backend.generate(handle, params, tokens)
+            stream = self._backend.generate(handle, params, tokens, view=view)
             await stream.__aenter__()
             async for batch in stream:
                 now = clock()

@@ -53,9 +53,12 @@ def mismatches(tip: Node, chat: ChatModel) -> list[dict[str, Any]]:
 
 
 def _history(tip: Node) -> Iterator[tuple[int, bool]]:
-    """Every token, and whether it was sampled."""
+    """Every token but those of quotes, which no message has, and whether it was sampled."""
     for node in tip.path():
-        yield from ((token, False) for token in node.turn.given)
+        given, recalled = node.turn.given, node.turn.facts.recalled
+        if recalled is not None:
+            given = given[: recalled.start] + given[recalled.start + recalled.length :]
+        yield from ((token, False) for token in given)
         yield from ((token, True) for token in node.turn.sampled[: node.turn.num_lasting])
 
 

@@ -12,6 +12,7 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node, Tree
+from holdfast.chats.view import shown_messages
 from holdfast.errors import InvalidArgument
 from holdfast.sessions.journal.base import Journal, with_bodies
 from holdfast.sessions.record import TurnRecord
@@ -148,12 +149,14 @@ def _opening(node: Node) -> str:
 def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) -> dict[str, Any]:
     """A turn's record with its whole prompt; `turn` is the node's, with its bodies. The response is not parsed."""
     assert node.parent is not None
-    reply = turn.response or b""
+    reply, view = turn.response or b"", turn.facts.view
     request = msgspec.json.decode(turn.request or b"{}")
     if "messages" in request:
-        request["messages"] = [*node.parent.spoken(), *request["messages"]]
+        spoken = list(node.parent.spoken())
+        request["messages"] = [*(spoken[index] for index in shown_messages(node.parent, view)), *request["messages"]]
     if with_payloads:
-        request["input_ids"] = node.parent.ids() + list(turn.given)
+        ids = node.parent.ids() + list(turn.given)
+        request["input_ids"] = view.of(ids) if view else ids
     response: Any = msgspec.Raw(reply)
     if not with_payloads and any(name.encode() in reply for name in HEAVY):
         response = _without(msgspec.json.decode(reply), HEAVY)
