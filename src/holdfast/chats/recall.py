@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.chat.messages import Message
 from holdfast.chat.passages import Mask, Passage, PassageIndex, WordIndex, quoted, split_text
-from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chat.tokenizer import Detokenizer, Tokenizer
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
 from holdfast.sessions.record import View
@@ -41,7 +41,7 @@ class RecallLimits:
         if (text := metadata.get(_KEY)) is None:
             return None
         parts = text.split("/")
-        if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
             raise InvalidArgument(f"metadata.{_KEY} must be TOKENS/PASSAGES, got {text!r}", param=f"metadata.{_KEY}")
         return cls(*map(int, parts))
 
@@ -85,15 +85,16 @@ class Recall:
     def choose(
         self, parent: Node, view: View, messages: Sequence[Message], limits: RecallLimits, tokenizer: Tokenizer
     ) -> list[Passage]:
-        """What a turn below `parent` with these messages recalls: the best passages that fit into the limits."""
+        """What a turn below `parent` with these messages recalls: the best passages that fit into the limits, the best
+        first."""
         found = self.search(parent, view, query_of(messages))
         chosen: list[Passage] = []
         for passage, score in found:
             if len(chosen) == limits.passages or score < _LEAST_SHARE * found[0][1]:
                 break
-            if len(tokenizer.encode_plain(f"{quoted([*chosen, passage])}\n\n")) <= limits.tokens:
+            if 0 < len(spelled([*chosen, passage], tokenizer)) <= limits.tokens:
                 chosen.append(passage)
-        return sorted(chosen, key=lambda passage: passage.key)
+        return chosen
 
     def _allowed(self, parent: Node, view: View) -> Mask:
         path = parent.path()
@@ -126,26 +127,34 @@ def query_of(messages: Sequence[Message]) -> str:
     return ""
 
 
-def with_quotes(messages: Sequence[Message], passages: Sequence[Passage]) -> list[Message]:
-    """The messages with the quotes before the text of the last one that a person or a tool wrote."""
+def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with another text in the last one that a person or a tool wrote, before which quotes stand."""
     places = {message["role"]: index for index, message in enumerate(messages)}
-    at = places.get("user", places.get("tool"))
-    if at is None or not passages:
-        return list(messages)
-    text = f"{quoted(passages)}\n\n{messages[at]['content']}"
-    return [*messages[:at], messages[at] | {"content": text}, *messages[at + 1 :]]
+    at = places.get("user", places.get("tool", len(messages)))
+    return [message | {"content": text} if index == at else message for index, message in enumerate(messages)]
 
 
-def passages_of(node: Node, tokenizer: Tokenizer) -> Iterator[Passage]:
+def spelled(passages: Sequence[Passage], tokenizer: Tokenizer) -> list[int]:
+    """The tokens of the quotes, none of which is a control token; [] where the vocabulary cannot spell them so."""
+    try:
+        ids = tokenizer.encode_plain(f"{quoted(passages)}\n\n")
+    except InvalidArgument:
+        return []
+    return [] if any(map(tokenizer.is_control, ids)) else ids
+
+
+def passages_of(node: Node, tokenizer: Tokenizer) -> list[Passage]:
     """Those of a turn's messages and of its reply."""
-    turn = node.turn
-    given = _Positions(turn.given, node.start, tokenizer)
-    sampled = _Positions(turn.sampled, node.start + len(turn.given), tokenizer)
-    for index, message in enumerate((*turn.messages, turn.reply)):
-        positions = sampled if index == len(turn.messages) else given
-        for place, text in enumerate(_texts(message)):
-            start, end = positions.find(text)
-            yield Passage(node.depth, index, place, message["role"], text, start, end)
+    turn, recalled = node.turn, node.turn.facts.recalled
+    quotes = range(recalled.start, recalled.start + recalled.length) if recalled else range(0)
+    positions = _Positions(turn.given, node.start, tokenizer, quotes)
+    found: list[Passage] = []
+    for index, message in reversed([*enumerate((*turn.messages, turn.reply))]):
+        is_reply = index == len(turn.messages)
+        among = _Positions(turn.sampled, node.start + len(turn.given), tokenizer) if is_reply else positions
+        for place, text in reversed([*enumerate(_texts(message))]):
+            found.append(Passage(node.depth, index, place, message["role"], text, *among.find(text)))
+    return found[::-1]
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
@@ -159,23 +168,34 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 class _Positions:
-    """Finds texts, one after the other, among tokens that begin at position `start` of a history."""
+    """Finds texts, the last one first, among tokens that begin at position `start` of a history: before a message may
+    stand what reads like it (tools, reasoning, quotes of it), after it only what opens the reply."""
 
-    def __init__(self, tokens: "array[int]", start: int, tokenizer: Tokenizer) -> None:
-        self._start = start
-        pieces = [tokenizer.token_bytes(token) for token in tokens] if tokenizer.is_byte_level else []
-        self._bytes = b"".join(pieces)
-        self._ends = np.cumsum([len(piece) for piece in pieces])
+    def __init__(self, tokens: "array[int]", start: int, tokenizer: Tokenizer, quotes: range = range(0)) -> None:
         self._whole = (start, start + len(tokens))
+        pieces = [*_pieces(tokens, tokenizer)][::-1]
+        for index in quotes:
+            pieces[len(tokens) - 1 - index] = b"\xff"  # a byte that no text has
+        # The other way round, as searching from the end may take much longer.
+        self._bytes = b"".join(piece[::-1] for piece in pieces)
+        self._ends = np.cumsum([len(piece) for piece in pieces])
         self._at = 0
 
     def find(self, text: str) -> tuple[int, int]:
         """From which token to which; all of them where the text is not spelled there as it is."""
-        data = text.encode(errors="surrogatepass")
+        data = text.encode(errors="surrogatepass")[::-1]
         begin = self._bytes.find(data, self._at)
         if begin < 0:
             return self._whole
         self._at = begin + len(data)
-        first = int(np.searchsorted(self._ends, begin, side="right"))
-        last = int(np.searchsorted(self._ends, self._at, side="left"))
-        return self._start + first, self._start + last + 1
+        last = int(np.searchsorted(self._ends, begin, side="right"))
+        first = int(np.searchsorted(self._ends, self._at, side="left"))
+        return self._whole[1] - first - 1, self._whole[1] - last
+
+
+def _pieces(tokens: "array[int]", tokenizer: Tokenizer) -> Iterator[bytes]:
+    """What each token spells, or completes."""
+    if tokenizer.is_byte_level:
+        return map(tokenizer.token_bytes, tokens)
+    detokenizer = Detokenizer(tokenizer)
+    return (detokenizer.push(token).encode() for token in tokens)

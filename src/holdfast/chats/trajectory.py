@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,10 +14,10 @@ from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.continuation import Fits, Prompt
 from holdfast.chat.matching import Difference, Matcher
 from holdfast.chat.messages import Message
-from holdfast.chat.passages import Passage
+from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import ChatRequest, TurnResponse
-from holdfast.chats.recall import NO_RECALL, Recall, RecallLimits, with_quotes
+from holdfast.chats.recall import NO_RECALL, Recall, RecallLimits, spelled, with_text
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.tree import Node, Tree, first_difference
 from holdfast.errors import MessageMismatch
@@ -198,13 +198,11 @@ class Trajectory:
             )
             prompt = tail(new)
             seen, room = view(parent, prompt.ids) if view else (None, 0)
-            if limits.tokens and seen and seen.start > seen.pinned:
-                self.passages.update(tree, chat.tokenizer)
+            if seen is not None:
                 limits = replace(limits, tokens=min(limits.tokens, room))
-                chosen = self.passages.choose(parent, seen, new, limits, chat.tokenizer)
-                longer = tail(with_quotes(new, chosen), fits=None) if chosen else prompt
-                if len(longer.ids) - len(prompt.ids) <= room:
-                    prompt, recalled = _marked(prompt, longer, chosen)
+                prompt, recalled = self._recalling(
+                    parent, seen, new, prompt=prompt, limits=limits, tail=tail, tokenizer=chat.tokenizer
+                )
         has_siblings = parent is not tree.root and bool(parent.children)
         return PreparedTurn(
             parent=parent,
@@ -216,6 +214,34 @@ class Trajectory:
             recalled=recalled,
             view=seen,
         )
+
+    def _recalling(
+        self,
+        parent: Node,
+        seen: View,
+        new: list[Message],
+        *,
+        prompt: Prompt,
+        limits: RecallLimits,
+        tail: Callable[[list[Message]], Prompt],
+        tokenizer: Tokenizer,
+    ) -> tuple[Prompt, Recalled | None]:
+        """The prompt with quotes before the last thing that was said, and which of its tokens these are. The others are
+        those of the prompt without quotes."""
+        if limits.tokens <= 0 or seen.start <= seen.pinned:
+            return prompt, None
+        self.passages.update(self.tree, tokenizer)
+        chosen = self.passages.choose(parent, seen, new, limits, tokenizer)
+        # What opens the message ends where two texts differ. Its last token may be one with the message's first.
+        opening = _shared(*(tail(with_text(new, text)).ids for text in "A1")) if chosen else []
+        start = len(_shared(opening, prompt.ids))
+        while chosen and len(quotes := opening[start:] + spelled(chosen, tokenizer)) > limits.tokens:
+            chosen.pop()
+        if not chosen:
+            return prompt, None
+        keys = tuple(sorted(passage.key for passage in chosen))
+        ids = prompt.ids[:start] + quotes + prompt.ids[start:]
+        return replace(prompt, ids=ids), Recalled(start=start, length=len(quotes), passages=keys)
 
     def _begun_at(self, messages: list[Message]) -> float | None:
         """When a conversation began with just these messages: a retry is told the same date."""
@@ -237,14 +263,10 @@ class Trajectory:
         return _mismatch(*found, f"{limit}; resend the history as it was answered, or open a new session")
 
 
-def _marked(prompt: Prompt, longer: Prompt, passages: Sequence[Passage]) -> tuple[Prompt, Recalled | None]:
-    """The prompt with quotes, and which of its tokens these are: where the one without them differs."""
-    length = len(longer.ids) - len(prompt.ids)
-    if length <= 0:
-        return prompt, None
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(longer.ids, prompt.ids, strict=False))
-    keys = tuple(passage.key for passage in passages)
-    return replace(longer, num_control=prompt.num_control), Recalled(start=len([*same]), length=length, passages=keys)
+def _shared(one: list[int], other: list[int]) -> list[int]:
+    """What both begin with."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return [token for token, _ in same]
 
 
 def _edited(index: int, difference: Difference) -> MessageMismatch:

@@ -238,9 +238,8 @@ class ChatTurn:
     def _view(self, parent: Node, prompt: list[int]) -> tuple[View, int]:
         """What the last of the new tokens below `parent` attends to, and the room for quotes."""
         pinned = _pinned(parent, self.claim.session.sink) if self.trajectory.is_forest else self.claim.session.sink
-        model = self.setup.runtime.model
-        room = max(0, model.sink + model.recent - len(prompt))
-        return View(pinned, parent.end + len(prompt) - model.recent), room
+        room = self.setup.runtime.model.recent - len(prompt)  # the whole prompt stays in view
+        return View(pinned, parent.end - room), room
 
     def _sent(self, parent: Node, prompt: list[int], limits: RecallLimits) -> tuple[View, int]:
         """What an upstream gets of the path to `parent`, and the room for quotes."""
