@@ -100,8 +100,8 @@ def assemble(
     detokenize: Detokenize | None = None,
     response_of: ResponseOf = no_response,
 ) -> Export:
-    """The samples of a tree's tip, or of all its branches, each with its certificate. A branch whose prompts an upstream
-    got as views that changed is a sample for each view: its first turn's given tokens are the whole prompt.
+    """The samples of a tree's tip, or of all its branches, each with its certificate. A branch of which an upstream got
+    one view after the other is one sample for each: the given tokens of its first turn are the whole prompt.
 
     `detokenize` makes the text of each response, `response_of` has its bytes, in which heavy payloads lie. Raises
     SamplesUnusable where the record itself stands in the way.
