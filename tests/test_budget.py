@@ -165,7 +165,10 @@ async def test_prompts_follow_from_the_path_alone_through_forks_retries_and_a_re
                     talk.forget()
                 answer = await talk.say(*spoken(rng))
                 assert answer.status_code == 200, answer.text
+            state = (await relay.http.get(f"/sessions/{talk.session}")).json()
             hidden = int(answer.headers["holdfast-dropped-tokens"])
+            assert state["dropped_tokens"] == hidden
+            assert state["dropped_range"] == [pinned_tokens(), pinned_tokens() + hidden]
             assert hidden == len(await whole_prompt(talk)) - len(received_by(upstream)[-1]) > 0
             forked = (await relay.http.post(f"/sessions/{talk.session}/fork")).json()["session_id"]
         async with before(upstream, **options) as relay:

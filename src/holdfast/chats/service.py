@@ -287,6 +287,7 @@ class ChatService:
             pieces = self._runtime.history(session_id, owner)
             return partial(from_spans, pieces, options, facts, detokenize=detokenize)
         tree, tip = trajectory.tree, trajectory.tree.tip
+        sent = tip.turn.facts.view
 
         def response_of(node: Node) -> bytes:
             kept = node.turn.response
@@ -298,6 +299,8 @@ class ChatService:
                 "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": mismatches(tip, chat),
             }
+            if sent is not None:
+                told["dropped_tokens"] = sent.num_hidden
             whole = replace(facts, summary={**facts.summary, **told})
             return assemble(tree, options, whole, detokenize=detokenize, response_of=response_of)
 

@@ -70,6 +70,8 @@ async def trajectory_json(
         "branches": trajectory.num_branches,
         "reward": trajectory.reward,
     }
+    if sent := tip.turn.facts.view:  # of which the session's own window knows nothing
+        facts |= {"dropped_tokens": sent.num_hidden, "dropped_range": [sent.pinned, sent.start]}
     if trajectory.is_forest:
         facts |= {"history": "forest", "conversations": _conversations(trajectory.tree)}
     num_control = sum(node.turn.num_control for node in nodes)
