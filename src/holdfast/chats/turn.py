@@ -32,6 +32,7 @@ from holdfast.chats.view import bounded_view
 from holdfast.errors import ContextTooLong, HoldfastError, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.admission import Admission
+from holdfast.sessions.history import GivenTokens
 from holdfast.sessions.journal.base import TurnRecorded
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.ports import ModelInfo
@@ -264,6 +265,13 @@ class ChatTurn:
         limit, at = self.setup.runtime.model.max_pin, first.facts.started_at
         return continuation.pinned(first.messages, limit, tools, variables, at=at) or continuation.opens(first.given[0])
 
+    def given_since(self, base: Node) -> tuple[list[int], GivenTokens]:
+        """The tokens that a cache at the end of `base` lacks for the reply, and what is known of them."""
+        prepared = self.prepared
+        nodes = prepared.parent.path()[base.depth :]
+        tokens = [token for node in nodes for token in node.tokens()] + prepared.prompt.ids
+        return tokens, GivenTokens([node.turn for node in nodes], prepared.recalled)
+
     async def cache(self) -> tuple[Cache, Claim]:
         """The cache in which the turn is computed, and the claim on it."""
         trajectory, setup = self.trajectory, self.setup
@@ -364,7 +372,8 @@ class ChatTurn:
             base, _ = await trajectory.cache.sync_to(claim, prepared.parent)
             trajectory.cache.needs_rewind = True
             reason = StopReason.MAX_TOKENS if result.finish_reason == "length" else StopReason.EOS
-            await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, lasting, reason)
+            given, known = self.given_since(base)
+            await claim.adopt(given, lasting, reason, known)
         elif claim.history_length > end:
             await claim.rewind(end)
         claim.check_not_closed()

@@ -22,7 +22,7 @@ from holdfast.errors import (
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import SlabCapacity
-from holdfast.sessions.history import GenerationRecord
+from holdfast.sessions.history import PLAIN, GenerationRecord, GivenTokens
 from holdfast.sessions.journal.base import (
     Entry,
     HistoryRewound,
@@ -247,7 +247,12 @@ class Claim:
         await self._carry_out(work(), conclude)
 
     async def generate(
-        self, params: SamplingParams, tokens: Sequence[int] = (), *, view: View | None = None
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int] = (),
+        known: GivenTokens = PLAIN,
+        *,
+        view: View | None = None,
     ) -> AsyncGenerator[list[Event], None]:
         """Append `tokens`, then sample. Yields batches of events; the last ends with Done, once all is on record.
 
@@ -258,7 +263,7 @@ class Claim:
         handle = await self.wake()
         clock, metrics = self._operations.clock, self._operations.metrics
         started = last = clock()
-        record = GenerationRecord(self.session.history, tokens)
+        record = GenerationRecord(self.session.history, tokens, known)
         stream: EventStream | None = None
         recording: asyncio.Task[None] | None = None
         try:
@@ -295,7 +300,9 @@ class Claim:
         if self.history_length > record.start:
             await self._record_since(record.start)
 
-    async def adopt(self, given: Sequence[int], sampled: Sequence[Sampled], stop_reason: StopReason) -> None:
+    async def adopt(
+        self, given: Sequence[int], sampled: Sequence[Sampled], stop_reason: StopReason, known: GivenTokens = PLAIN
+    ) -> None:
         """Take over a turn that was generated elsewhere: tokens that were given, then tokens that were sampled."""
         session, before = self.session, self.history_length
         tokens = [*given, *(token.token for token in sampled)]
@@ -303,7 +310,7 @@ class Claim:
 
         async def conclude(backend_length: int) -> None:
             if backend_length == before + len(tokens):
-                record = GenerationRecord(session.history, given)
+                record = GenerationRecord(session.history, given, known)
                 record.record(sampled, backend_length=backend_length)
                 record.end(stop_reason)
 

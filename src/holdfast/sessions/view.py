@@ -45,6 +45,7 @@ class SessionView:
     idle_s: float
     given: tuple[int, int]  # spans, tokens
     sampled: tuple[int, int]
+    num_recalled: int  # tokens among the given ones that are quotes
     failure: str
     rewind_count: int
     recomputed_tokens: int  # when it was woken last
@@ -82,8 +83,9 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         inv1_violations=session.inv1_violations + backend.inv1_violations,
         inv2_violations=backend.inv2_violations,
         idle_s=session.idle_s,
-        given=session.count(SpanKind.GIVEN),
-        sampled=session.count(SpanKind.SAMPLED),
+        given=session.given,
+        sampled=session.history.count(SpanKind.SAMPLED),
+        num_recalled=session.num_recalled,
         failure=failure,
         rewind_count=session.num_rewinds,
         recomputed_tokens=session.recomputed_tokens,
@@ -113,6 +115,7 @@ def resting_view(opened: SessionOpened, summary: SessionSummary, recent: int, id
         idle_s=idle_s,
         given=summary.given,
         sampled=summary.sampled,
+        num_recalled=summary.num_recalled,
         failure="",
         rewind_count=summary.num_rewinds,
         recomputed_tokens=0,

@@ -43,7 +43,7 @@ from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument, SamplesUnusable
 from holdfast.generation import Sampled, StopReason, weight_spans
 from holdfast.sessions.history import SpanKind, SpanPiece
-from holdfast.sessions.record import TemplateInputs, TurnFacts, View
+from holdfast.sessions.record import Recalled, TemplateInputs, TurnFacts, View
 
 Detokenize = Callable[[list[int]], str]
 _STATUS = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED, "": Status.ABORTED}
@@ -308,6 +308,10 @@ def _with_weights(facts: TurnFacts, sampled: Sequence[Sampled]) -> TurnFacts:
     return replace(facts, weight_versions=(spans[0][0], spans[-1][0]), weight_spans=spans if len(spans) > 1 else ())
 
 
+def _with_quotes(facts: TurnFacts, places: Sequence[int]) -> TurnFacts:
+    return replace(facts, recalled=Recalled(start=places[0], length=len(places))) if places else facts
+
+
 def from_spans(
     pieces: Iterable[SpanPiece],
     options: Options | None = None,
@@ -322,6 +326,7 @@ def from_spans(
     """
     tree = Tree()
     given: list[int] = []
+    quotes: list[int] = []  # their places among the given
     sampled: list[Sampled] = []
 
     def end_turn(stop_reason: StopReason | None) -> None:
@@ -334,14 +339,19 @@ def from_spans(
                 given=given,
                 sampled=sampled,
                 finish_reason=_FINISH[stop_reason],
-                facts=_with_weights(facts or TurnFacts(logprob_kind="raw"), sampled),
+                facts=_with_weights(_with_quotes(facts or TurnFacts(logprob_kind="raw"), quotes), sampled),
             )
             given.clear()
+            quotes.clear()
             sampled.clear()
 
     for piece in pieces:
-        if piece.kind is SpanKind.GIVEN:
+        if piece.kind is not SpanKind.SAMPLED:
             end_turn(None)
+            if piece.kind is SpanKind.RECALLED:
+                if quotes and quotes[-1] + 1 < len(given):  # of a turn before, which has no reply
+                    quotes.clear()
+                quotes.extend(range(len(given), len(given) + len(piece.tokens)))
             given.extend(piece.tokens)
             continue
         for token, logprob, sampling in zip(piece.tokens, piece.logprobs, piece.sampling_logprobs, strict=True):

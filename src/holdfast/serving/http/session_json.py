@@ -41,6 +41,7 @@ def session_json(view: SessionView) -> dict[str, Any]:
         "idle_seconds": view.idle_s,
         "recomputed_tokens": view.recomputed_tokens,
         "failure": view.failure or None,
+        **({"recalled_tokens": view.num_recalled} if view.num_recalled else {}),
     }
 
 
