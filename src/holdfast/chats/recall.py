@@ -18,6 +18,7 @@ from holdfast.chat.passages import MAX_BYTES, Mask, Passage, PassageIndex, WordI
 from holdfast.chat.tokenizer import Detokenizer, Tokenizer
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
+from holdfast.sessions.record import View
 
 _KEY = "holdfast-recall"  # of a session's metadata, under which its own limits are kept
 _CANDIDATES = 64  # passages that are looked at for a turn
@@ -49,14 +50,6 @@ class RecallLimits:
 
 
 NO_RECALL = RecallLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The tokens of a path that a model sees when it goes on: the first `pinned` ones, and those from `start` on."""
-
-    pinned: int
-    start: int
 
 
 @dataclass(slots=True)
