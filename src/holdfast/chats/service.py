@@ -333,6 +333,9 @@ def _check_imported(node: Node) -> None:
     spans = [num for _, num in turn.facts.weight_spans]
     if spans and (min(spans) < 1 or sum(spans) != len(turn.sampled)):
         raise ValueError(f"the weight_spans of turn {turn.number} do not cover its sampled tokens")
+    recalled = turn.facts.recalled
+    if recalled is not None and recalled.start + recalled.length > len(turn.given):
+        raise ValueError(f"turn {turn.number} recalls more tokens than it was given")
     for ranges in ([turn.facts.routed_experts], [turn.facts.indexer_topk], turn.facts.cut):
         at = 0
         for start, end in (part for part in ranges if isinstance(part, tuple)):
