@@ -341,7 +341,7 @@ def _check_imported(node: Node) -> None:
     if not view.pinned <= view.start <= node.start + len(turn.given):
         raise ValueError(f"the view of turn {turn.number} is not one of its prompt")
     if recalled is not None and recalled.start + recalled.length > len(turn.given):
-        raise ValueError(f"turn {turn.number} has no such tokens as it says to have recalled")
+        raise ValueError(f"turn {turn.number} recalls more tokens than it was given")
     for ranges in ([turn.facts.routed_experts], [turn.facts.indexer_topk], turn.facts.cut):
         at = 0
         for start, end in (part for part in ranges if isinstance(part, tuple)):
