@@ -12,11 +12,12 @@ import numpy as np
 
 from holdfast.chat.passages import Passage, PassageIndex, WordIndex, split_text
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chats.recall import View, token_pieces
+from holdfast.chats.recall import token_pieces
 from holdfast.chats.service import Trajectories
 from holdfast.chats.turn import run_off_loop
 from holdfast.errors import InvalidArgument
 from holdfast.sessions.history import History, SpanKind
+from holdfast.sessions.record import View
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.view import FoundPassage
 

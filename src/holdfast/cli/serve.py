@@ -167,7 +167,7 @@ def _run(arguments: argparse.Namespace, parent: ParentLink | None = None) -> int
             if chat:
                 remote.sample = _sample(source, chat)
                 routes, relays_chats = parse_routes(upstream.passthrough), upstream.upstream_api == "chat"
-                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats))
+                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats, upstream.context_budget))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:

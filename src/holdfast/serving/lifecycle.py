@@ -241,6 +241,7 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
         admission=admission,
         weight_version=config.weight_version,
         recall=RecallLimits(chat.config.recall_tokens),
+        context_budget=chat.upstream.context_budget if chat.upstream else 0,
         stream_stall_s=config.stream_stall_s,
         is_forest=chat.config.history == "forest",
         max_conversations=chat.config.max_conversations,

@@ -34,7 +34,7 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.ports import Backend, EventStream
 from holdfast.sessions.quotas import OwnerQuotas
-from holdfast.sessions.record import TurnRecord
+from holdfast.sessions.record import TurnRecord, View
 from holdfast.sessions.session import Session, opened
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,12 @@ class Claim:
         await self._carry_out(work(), conclude)
 
     async def generate(
-        self, params: SamplingParams, tokens: Sequence[int] = (), known: GivenTokens = PLAIN
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int] = (),
+        known: GivenTokens = PLAIN,
+        *,
+        view: View | None = None,
     ) -> AsyncGenerator[list[Event], None]:
         """Append `tokens`, then sample. Yields batches of events; the last ends with Done, once all is on record.
 
@@ -262,7 +267,7 @@ class Claim:
         stream: EventStream | None = None
         recording: asyncio.Task[None] | None = None
         try:
-            stream = self._backend.generate(handle, params, tokens)
+            stream = self._backend.generate(handle, params, tokens, view=view)
             await stream.__aenter__()
             async for batch in stream:
                 now = clock()
