@@ -177,11 +177,14 @@ class HistorySearch:
 
     def _text_of(self, query: str | Sequence[int]) -> str:
         """Raises InvalidArgument where the query is none."""
+        if len(query) > _MAX_QUERY:
+            limit = f"at most {_MAX_QUERY} characters or tokens"
+            raise InvalidArgument(f"query must have {limit}, got {len(query)}", param="query")
         if not isinstance(query, str):
             vocab_size = self._runtime.model.vocab_size
             if (wrong := next((token for token in query if not 0 <= token < vocab_size), None)) is not None:
                 raise InvalidArgument(f"the query has token {wrong}, outside the vocabulary of {vocab_size}")
             query = self._tokenizer.decode(query, skip_special=True)
-        if not 1 <= len(query) <= _MAX_QUERY:
-            raise InvalidArgument(f"query must have 1 to {_MAX_QUERY} characters, got {len(query)}", param="query")
+        if not query:
+            raise InvalidArgument("query must not be empty", param="query")
         return query
