@@ -124,6 +124,7 @@ class Statements:
     def _answer(self) -> PGresult:
         """To the last statement that was sent. Raises the error of the first one that failed."""
         self._pgconn.send_flush_request()
+        self._flush()
         while self._unanswered:
             result = self._next()
             if result.status in _FAILED:
@@ -131,8 +132,9 @@ class Statements:
         return result
 
     def _end(self) -> None:
-        self._pgconn.pipeline_sync()
         failed: PGresult | None = None
+        self._pgconn.pipeline_sync()
+        self._flush()
         try:
             while (result := self._next()).status != ExecStatus.PIPELINE_SYNC:
                 if result.status == ExecStatus.FATAL_ERROR:
@@ -144,11 +146,15 @@ class Statements:
         if failed is not None:
             raise error_from_result(failed)
 
+    def _flush(self) -> None:
+        """Send everything, and wait for the first of the answers that cannot have come before."""
+        while self._pgconn.flush():
+            self._wait(select.POLLIN | select.POLLOUT)
+        self._wait(select.POLLIN)
+
     def _next(self) -> PGresult:
         """The next answer, whatever it says."""
         pgconn = self._pgconn
-        while pgconn.flush():
-            self._wait(select.POLLIN | select.POLLOUT)
         while pgconn.is_busy():
             self._wait(select.POLLIN)
         result = pgconn.get_result()
