@@ -1,6 +1,6 @@
 """HTTP connections to other members: one request at a time on each, and idle ones are used again. On one event loop.
 
-What a request through a general client costs would be most of what it costs to ask another member.
+A request needs no task, no pass of the loop and no URL of its own, as it would with a general client.
 """
 
 import asyncio
