@@ -37,8 +37,6 @@ from holdfast.sessions.journal.database import Database
 from holdfast.sessions.journal.database_journal import DatabaseJournal
 from holdfast.sessions.journal.members import PostgresMembers, lock, take
 from holdfast.sessions.journal.postgres_connection import (
-    Connection,
-    DatabaseSilent,
     PostgresDatabase,
     Texts,
     cannot_connect,
@@ -48,6 +46,7 @@ from holdfast.sessions.journal.postgres_connection import (
     one_line,
     place_of,
 )
+from holdfast.sessions.journal.postgres_pipeline import Connection, DatabaseSilent
 from holdfast.sessions.journal.postgres_schema import check_model, prepare
 from holdfast.sessions.journal.recorder import INLINE_BYTES, Recorder
 from holdfast.sessions.journal.writer import JournalWriter
@@ -170,8 +169,7 @@ class PostgresJournal(DatabaseJournal):
             raise
 
     async def next_number(self) -> int:
-        rows = await self._look(lambda db: db.select("SELECT nextval('numbers') AS number"))
-        return int(rows[0]["number"])
+        return await self._in_reader(_next_number)
 
     async def acquire(self, session_id: str, owner: str) -> StoredSession:
         return await self._in_reader(lambda connection: self._acquire(connection, session_id, owner))
@@ -202,12 +200,13 @@ class PostgresJournal(DatabaseJournal):
         return await self._in_reader(lambda connection: self._look_at(connection, look))
 
     def _look_at(self, connection: Connection, look: Callable[[Database], T]) -> T:
-        with connection.pipeline():
-            connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        with connection.statements as statements:
+            statements.send(b"BEGIN ISOLATION LEVEL REPEATABLE READ")
             try:
-                return look(PostgresDatabase(connection))
+                return look(PostgresDatabase(statements))
             finally:
-                connection.execute("COMMIT")
+                with contextlib.suppress(psycopg.Error):  # where the connection is lost, leaving the context says so
+                    statements.send(b"COMMIT")
 
     def _on_reader(self, work: Callable[[Connection], T]) -> T:
         return self._readers.submit(self._with_reader, work).result()
@@ -275,7 +274,7 @@ class PostgresJournal(DatabaseJournal):
         was_connected = self._link is not None
         try:
             link = self._writing()
-            with link.connection.pipeline():
+            with link.connection.statements as statements:
                 begun = self._begin(link, writes, outcomes)
                 for entries, outcome in zip(writes, outcomes, strict=True):
                     for entry in entries if outcome is None else ():
@@ -283,9 +282,9 @@ class PostgresJournal(DatabaseJournal):
                 link.recorder.flush()
                 freed = [str(key) for key in link.recorder.freed]
                 xid = begun
-                committed = link.connection.execute("COMMIT")
-            if committed.statusmessage != "COMMIT":
-                raise psycopg.DatabaseError(f"the database answered {committed.statusmessage} to COMMIT")
+                statements.send(b"COMMIT")
+            if statements.status != b"COMMIT":
+                raise psycopg.DatabaseError(f"the database answered {statements.status.decode()} to COMMIT")
         except Exception as exc:  # noqa: BLE001 - every writer is told
             has_lost = self._roll_back()
             if has_lost and was_connected and not xid and not isinstance(exc, DatabaseSilent):
@@ -311,14 +310,15 @@ class PostgresJournal(DatabaseJournal):
         Gives the transaction's id.
         """
         ids = sorted({entry.session_id for entries in writes for entry in entries} | _sources(writes))
-        link.connection.execute("BEGIN")
-        found = link.connection.execute(_BEGIN, [self._members.name, Texts(ids)]).fetchall()
+        statements = link.connection.statements
+        statements.send(b"BEGIN")
+        found = statements.select(_BEGIN, [self._members.name, Texts(ids)])
         self._check_lease(found)
         link.database.begin_commit(found[0]["base"])
         known = {row["id"]: row for row in found}
         gone = sorted(session_id for session_id, row in known.items() if row["is_closed"] and session_id is not None)
         if gone:  # others may purge them
-            locked = link.connection.execute(_LOCK, [Texts(gone)]).fetchall()
+            locked = statements.select(_LOCK, [Texts(gone)])
             known = {session_id: row for session_id, row in known.items() if not row["is_closed"]}
             known |= {row["id"]: row for row in locked}
         opened: set[str] = set()
@@ -464,8 +464,14 @@ class _Link:
 
     def __init__(self, connection: Connection, member: str) -> None:
         self.connection = connection
-        self.database = PostgresDatabase(connection)
+        self.database = PostgresDatabase(connection.statements)
         self.recorder = Recorder(self.database, _place, member)
+
+
+def _next_number(connection: Connection) -> int:
+    with connection.statements as statements:
+        [row] = statements.select(b"SELECT nextval('numbers') AS number")
+    return int(row["number"])
 
 
 def _trace(writes: Sequence[Sequence[Entry]], outcomes: Sequence[Exception | None], first_step: int) -> Trace | None:
