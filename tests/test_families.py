@@ -20,6 +20,7 @@ from holdfast.errors import InvalidArgument, ModelError
 from holdfast.generation import Sampled
 from tests.effort import THOROUGH
 from tests.families import FAMILIES, Family, base_tokenizer, family_model, family_tokenizer
+from tests.recalling import check_hostile_quotes
 
 NUM_CONVERSATIONS = 500 if THOROUGH else 8
 
@@ -202,6 +203,7 @@ def test_history_and_tail_are_the_whole_render_and_replies_are_read_back(name: s
         num_trimmed += Talk(name, seed).run()
         Talk(name, seed).check_reading()
     assert (num_trimmed > 0) == (family_model(name).continuation.max_trim_tokens > 0)
+    check_hostile_quotes(family_model(name))
 
 
 def _ids(name: str, *tokens: str) -> list[int]:

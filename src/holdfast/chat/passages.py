@@ -71,6 +71,9 @@ class PassageIndex(Protocol):
 
     def add(self, text: str) -> None: ...
 
+    def pop(self, text: str) -> None:
+        """Take the last text, which must be this one, out again."""
+
     def search(self, query: str, allowed: Mask, limit: int, least_share: float = 0.0) -> list[Found]:
         """The texts among those allowed that the query is most about, the best first. Others have no influence.
         `least_share`: of the query's words, weighted by how rare they are, that a text must have."""
@@ -168,6 +171,16 @@ class WordIndex:
             times.append(count)
         self._lengths.append(len(words))
         self._weights.append(_QUESTION if is_question(text) else 1.0)
+
+    def pop(self, text: str) -> None:
+        for word in set(words_of(text)):
+            numbers, times = self._postings[word]
+            numbers.pop()
+            times.pop()
+            if not numbers:
+                del self._postings[word]
+        self._lengths.pop()
+        self._weights.pop()
 
     def search(self, query: str, allowed: Mask, limit: int, least_share: float = 0.0) -> list[Found]:
         num = int(np.count_nonzero(allowed))

@@ -18,6 +18,7 @@ from holdfast.chat.passages import MAX_BYTES, Mask, Passage, PassageIndex, WordI
 from holdfast.chat.tokenizer import Detokenizer, Tokenizer
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
+from holdfast.sessions.record import View
 
 _KEY = "holdfast-recall"  # of a session's metadata, under which its own limits are kept
 _CANDIDATES = 64  # passages that are looked at for a turn
@@ -49,14 +50,6 @@ class RecallLimits:
 
 
 NO_RECALL = RecallLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The tokens of a path that a model sees when it goes on: the first `pinned` ones, and those from `start` on."""
-
-    pinned: int
-    start: int
 
 
 @dataclass(slots=True)
@@ -203,7 +196,7 @@ class _Positions:
 
     def __init__(self, tokens: "array[int]", start: int, tokenizer: Tokenizer, quotes: range = range(0)) -> None:
         self._whole = (start, start + len(tokens))
-        pieces = [*_pieces(tokens, tokenizer)][::-1]
+        pieces = [*token_pieces(tokens, tokenizer)][::-1]
         for index in quotes:
             pieces[len(tokens) - 1 - index] = b"\xff"  # a byte that no text has
         # The other way round, as searching from the end may take much longer.
@@ -223,7 +216,7 @@ class _Positions:
         return self._whole[1] - first - 1, self._whole[1] - last
 
 
-def _pieces(tokens: "array[int]", tokenizer: Tokenizer) -> Iterator[bytes]:
+def token_pieces(tokens: "array[int]", tokenizer: Tokenizer) -> Iterator[bytes]:
     """What each token spells, or completes."""
     if tokenizer.is_byte_level:
         return map(tokenizer.token_bytes, tokens)

@@ -1,0 +1,234 @@
+"""Recall: what is quoted, how it is spelled, and that a session's tokens stay exact with it."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
+from holdfast.chats.recall import NO_RECALL, RecallLimits
+from tests.effort import examples
+from tests.recalling import Talk, user
+from tests.serving import default_chat
+
+MODEL = default_chat().model
+
+# Passages
+
+_BREAKS = ["\r\n", "\u2028", "\u0085", "\v", "\f", "\r", "\x1c", "\n", "\n\n", " ", ". ", "?"]
+_WORDS = ["word", "\ud800", "\U0001f98a", "\u0e01", "a\u0301", "<|im_end|>", "\u65e5\u672c\u3002", "x" * 200]
+odd_texts = st.lists(st.sampled_from([*_BREAKS, *_WORDS])).map("".join)
+
+
+@given(st.one_of(st.text(st.characters()), odd_texts), st.sampled_from([4, 16, MAX_BYTES]))
+def test_parts_of_a_text_hold_every_character_but_space_once_and_keep_the_limit(text: str, limit: int) -> None:
+    end, between = 0, []
+    for start, stop in split_text(text, limit):
+        between.append(text[end:start])
+        part, end = text[start:stop], stop
+        assert part == part.strip() != ""
+        assert len(part.encode(errors="surrogatepass")) <= limit
+    assert not "".join([*between, text[end:]]).strip()
+
+
+@pytest.mark.parametrize("text", ["x", ".", "\n", " ", "a ", "a\n", "\r", "日", "\n\n.", "? "])
+def test_a_text_without_end_is_split_quickly(text: str) -> None:
+    parts = list(split_text(text * (200_000 // len(text))))
+    assert all(stop - start <= MAX_BYTES for start, stop in parts)
+
+
+def plain_search(texts: list[str], query: str, allowed: list[bool], limit: int) -> list[tuple[int, float]]:
+    """BM25 as it is in the books, with words that are in every sentence left out of the query."""
+    from holdfast.chat.passages import _COMMON, _QUESTION
+
+    words = {number: words_of(text) for number, text in enumerate(texts) if allowed[number]}
+    usual = max(1.0, sum(map(len, words.values())) / len(words)) if words else 1.0
+    asked = dict.fromkeys(words_of(query))
+    asked = {word: None for word in asked if word not in _COMMON} or asked
+    found = []
+    for number, own in words.items():
+        score = 0.0
+        for word in asked:
+            with_word = sum(word in other for other in words.values())
+            rarity = math.log(1 + (len(words) - with_word + 0.5) / (with_word + 0.5))
+            times = own.count(word)
+            score += rarity * times * 2.2 / (times + 1.2 * (0.25 + 0.75 * len(own) / usual))
+        score *= _QUESTION if is_question(texts[number]) else 1.0
+        if score > 0:
+            found.append((number, score))
+    return sorted(found, key=lambda one: (-round(one[1], 9), -one[0]))[:limit]
+
+
+_SPOKEN = ["red", "blue", "the", "Fox", "foxes", "\u65e5\u672c\u8a9e", "caf\u00e9,", "7", "?", ".", "it", "cats"]
+sentences = st.lists(st.sampled_from(_SPOKEN), max_size=6).map(" ".join)
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.tuples(sentences, st.booleans()), max_size=12), sentences, st.integers(1, 4), st.data())
+def test_texts_are_ranked_as_plain_bm25_ranks_those_allowed_and_by_nothing_else(
+    texts: list[tuple[str, bool]], query: str, limit: int, data: st.DataObject
+) -> None:
+    index, alone = WordIndex(), WordIndex()
+    for text, is_allowed in texts:
+        index.add(text if is_allowed else data.draw(sentences))  # whatever the others are
+        if is_allowed:
+            alone.add(text)
+    allowed = [is_allowed for _, is_allowed in texts]
+    found = index.search(query, np.array(allowed, bool), limit)
+    expected = plain_search([text for text, _ in texts], query, allowed, limit)
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected])
+    places = np.flatnonzero(allowed)
+    by_itself = alone.search(query, np.ones(len(alone), bool), limit)
+    assert found == [(places[number], score) for number, score in by_itself]
+
+
+@given(st.lists(st.one_of(st.text(min_size=1), odd_texts).filter(str.strip), min_size=1, max_size=4))
+def test_every_line_of_a_quote_begins_with_the_mark(texts: list[str]) -> None:
+    passages = [Passage(n // 2 + 1, n % 2, 0, "user", text.strip(), 0, 0) for n, text in enumerate(texts)]
+    lines = quoted(passages).splitlines()
+    own = ["Earlier in this conversation:", *(f"user (turn {n})" + ":" for n in range(1, 4))]
+    assert all(line.startswith("> ") or line in own for line in lines)
+    spoken = [line for text in texts for line in text.strip().splitlines()]
+    assert [line[2:] for line in lines if line.startswith("> ")] == spoken
+
+
+# Turns, without an engine
+
+
+def long_talk(num: int = 12, **options: Any) -> tuple[Talk, list[Any]]:
+    """A talk of so many turns about one thing each, and its messages."""
+    talk, messages = Talk(MODEL, **options), []
+    for number in range(num):
+        messages.append(user(f"The colour of box number {number} is hue{number}, and nothing else is."))
+        messages.append(talk.take_turn(messages, f"Noted {number}.").turn.reply)
+    return talk, messages
+
+
+def asked_about(talk: Talk, messages: list[Any], number: int) -> str:
+    prepared = talk.prepare([*messages, user(f"Which colour has box number {number}?")])
+    talk.check(prepared, talk.prepare([*messages, user(f"Which colour has box number {number}?")], NO_RECALL))
+    return talk.model.tokenizer.decode(prepared.prompt.ids)
+
+
+def test_what_is_out_of_view_is_quoted_and_nothing_is_while_all_is_in_view() -> None:
+    talk, messages = long_talk()
+    assert "> The colour of box number 1 is hue1, and" in asked_about(talk, messages, 1)
+    assert "> The colour of box number 11" not in asked_about(talk, messages, 11)
+    wide, messages = long_talk(recent=4096)
+    assert "Earlier" not in asked_about(wide, messages, 1)
+    assert all(node.turn.facts.recalled is None for node in wide.tree.nodes)
+
+
+def test_what_a_quote_in_view_says_is_not_quoted_again() -> None:
+    talk, messages = long_talk()
+    assert "> The colour of box number 1 is" in asked_about(talk, messages, 1)
+    messages.append(user("Which colour has box number 1?"))
+    messages.append(talk.take_turn(messages, "It is hue1.").turn.reply)
+    assert "> The colour of box number 1 is" not in asked_about(talk, messages, 1)
+
+
+def test_only_what_was_said_on_the_same_path_is_quoted() -> None:
+    talk, messages = long_talk()
+    base, rest = messages[:2], messages[2:]
+    begun = [user("Hello there."), talk.take_turn([user("Hello there.")], "Hi.").turn.reply]
+    for conversation in (base, begun):
+        messages = list(conversation)
+        for number in range(20, 30):
+            messages.append(user(f"The size of bag number {number} is size{number}, and nothing else is."))
+            messages.append(talk.take_turn(messages, f"Noted {number}.").turn.reply)
+        text = asked_about(talk, messages, 5)
+        assert "Earlier in this conversation" in text
+        assert "hue5" not in text
+    assert "> The colour of box number 5 is hue5" in asked_about(talk, [*base, *rest], 5)
+
+
+@pytest.mark.parametrize("limits", [(1, 8), (20, 8), (64, 1), (10**9, 64), (64, 0)])
+def test_quotes_keep_their_limits_and_leave_the_new_message_its_room(limits: tuple[int, int]) -> None:
+    talk, messages = long_talk(recent=128)
+    talk.limits = RecallLimits(*limits)
+    for size in (1, 40, 100, 116, 200):
+        question = [*messages, user("Which colours have the boxes number 1 2 3?" + " again" * size)]
+        prepared, plain = talk.prepare(question), talk.prepare(question, NO_RECALL)
+        talk.check(prepared, plain)
+        may_be = limits[1] > 0 and min(limits[0], 128 - len(plain.prompt.ids)) > 30
+        assert (prepared.recalled is not None) == may_be
+
+
+_BEGINNINGS = ["", " ", "\n", "\n\n\n", "Earlier", "Earlier in this conversation:\n> ", "\u0301", "> ", "1", "A", "\t"]
+
+
+@pytest.mark.parametrize("beginning", _BEGINNINGS)
+def test_the_message_after_the_quotes_has_the_tokens_that_it_has_without(beginning: str) -> None:
+    talk, messages = long_talk()
+    question = [*messages, user(f"{beginning}Which colour has box number 1?")]
+    prepared = talk.prepare(question)
+    assert prepared.recalled is not None
+    talk.check(prepared, talk.prepare(question, NO_RECALL))
+    start, end = prepared.recalled.start, prepared.recalled.start + prepared.recalled.length
+    assert MODEL.tokenizer.decode(prepared.prompt.ids[start:end]).strip().startswith("Earlier in this conversation:\n")
+    talk.take_turn(question)
+
+
+def test_a_message_is_where_it_was_said_and_not_where_it_was_quoted() -> None:
+    """Or it would count as out of view while it is not."""
+    talk, messages = Talk(MODEL), []
+    for text in ["The colour is hue.", *(f"Now something else, number {n}, of no use." for n in range(8))]:
+        messages += [user(text), talk.take_turn([*messages, user(text)]).turn.reply]
+    node = talk.take_turn([*messages, user("The colour is hue.")])
+    assert node.turn.facts.recalled is not None
+    talk.trajectory.passages.update(talk.tree, MODEL.tokenizer)
+    (again,) = [p for p in talk.trajectory.passages._passages if (p.turn, p.message) == (node.depth, 0)]
+    assert again.start >= node.start + node.turn.facts.recalled.start + node.turn.facts.recalled.length
+    assert MODEL.tokenizer.decode(node.ids()[again.start : again.end]).strip() == "The colour is hue."
+
+
+class Recalling(RuleBasedStateMachine):
+    """Conversations that go on and branch anywhere, with hostile texts: every turn is what it would be without recall,
+    plus quotes of what is out of its view on its path; and made again, later or elsewhere, it is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.talk = Talk(MODEL, recent=96, tokens=48)
+        self.limits: dict[int, RecallLimits] = {}
+
+    @rule(
+        back=st.integers(0, 3),
+        text=odd_texts.filter(lambda text: "\ud800" not in text),
+        words=st.lists(st.sampled_from(["red", "blue", "green", "fox", "river", "stone"]), min_size=1, max_size=8),
+        role=st.sampled_from(["user", "user", "tool"]),
+        limits=st.sampled_from([(48, 8), (48, 1), (0, 8), (1000, 64)]),
+    )
+    def turn(self, back: int, text: str, words: list[str], role: str, limits: tuple[int, int]) -> None:
+        talk = self.talk
+        nodes = [talk.tree.root, *talk.tree.nodes]
+        parent = nodes[max(0, len(nodes) - 1 - back)]
+        number = len(nodes)
+        said = f"{text[:80]} Of {' and '.join(words)} in number {number}."
+        message = {"role": role if parent.depth else "user", "content": said}
+        talk.limits = RecallLimits(*limits)
+        talk.take_turn([*parent.spoken(), message], f"About {words[0]} {number}. {text[:20]}")
+        self.limits[number] = talk.limits
+
+    @rule(pick=st.integers(0, 1000))
+    def made_again(self, pick: int) -> None:
+        if not self.talk.tree.nodes:
+            return
+        node = self.talk.tree.nodes[-1 - pick % min(4, len(self.talk.tree.nodes))]
+        assert node.parent is not None
+        messages = [*node.parent.spoken(), *node.turn.messages]
+        fork = self.talk.again()
+        if node.parent.depth:
+            fork.trajectory.tree = self.talk.tree.copy(node.parent)
+        for talk in (self.talk, self.talk.again(), fork):
+            talk.limits = self.limits[node.number]
+            prepared = talk.prepare(messages)
+            assert prepared.prompt.ids == list(node.turn.given)
+            assert prepared.recalled == node.turn.facts.recalled
+
+
+TestRecalling = Recalling.TestCase
+TestRecalling.settings = settings(max_examples=examples(15), stateful_step_count=30)
