@@ -39,7 +39,7 @@ async def relaying(
     config = UpstreamConfig(upstream=url, **{key: options.pop(key) for key in list(options) if key in _UPSTREAM})
     model = upstream_model_info(name="relayed", vocab_size=vocab_size, eos_token_ids=chat.model.tokenizer.eos_token_ids)
     backend = kind(config, model, metrics=metrics)
-    door = Upstream(backend, parse_routes(config.passthrough), config.upstream_api == "chat")
+    door = Upstream(backend, parse_routes(config.passthrough), config.upstream_api == "chat", config.context_budget)
     doors = ServeConfig(**{"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "drain_s": 2.0} | options)
     async with (
         running(backend, doors, metrics, dataclasses.replace(chat, upstream=door)) as at,

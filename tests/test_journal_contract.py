@@ -131,7 +131,7 @@ bodies = st.one_of(
 )
 messages = st.dictionaries(names, names | st.integers(-(2**40), 2**40) | st.none(), max_size=3)
 steps = st.one_of(
-    st.builds(TokensGiven, st.just("a"), tokens),
+    st.builds(TokensGiven, st.just("a"), tokens, st.booleans()),
     st.builds(TokensSampled, st.just("a"), tokens, floats, floats, st.none() | names),
     st.builds(HistoryRewound, st.just("a"), st.integers(0, 2**40)),
     st.builds(

@@ -30,7 +30,7 @@ from holdfast.cli import main
 from holdfast.errors import InvalidArgument, SamplesUnusable, Unimplemented
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.history import History
-from holdfast.sessions.record import TemplateInputs, TurnFacts
+from holdfast.sessions.record import Recalled, TemplateInputs, TurnFacts
 from tests.effort import examples
 
 GOLDEN = Path(__file__).parent / "golden" / "samples.safetensors"
@@ -688,7 +688,8 @@ def histories(draw: st.DrawFn) -> History:
     for _ in range(draw(st.integers(0, 6))):
         action = draw(st.sampled_from(["give", "sample", "rewind"]))
         if action == "give":
-            history.give(draw(st.lists(ids, min_size=1, max_size=4)))
+            quotes = draw(st.none() | st.builds(Recalled, start=st.integers(0, 4), length=st.integers(0, 4)))
+            history.give(draw(st.lists(ids, min_size=1, max_size=4)), quotes)
         elif action == "sample" and len(history):
             span = history.begin_sampled()
             for token in draw(st.lists(ids, min_size=1, max_size=4)):

@@ -17,7 +17,7 @@ from holdfast.generation import StopReason
 from holdfast.sessions import session_file as file
 from holdfast.sessions.journal.base import SessionOpened, TokensGiven, TokensSampled
 from holdfast.sessions.ports import ModelInfo
-from holdfast.sessions.record import TemplateInputs, TurnFacts, TurnRecord, to_stored
+from holdfast.sessions.record import Recalled, TemplateInputs, TurnFacts, TurnRecord, to_stored
 from holdfast.sessions.session_file import (
     VERSION,
     ModelIdentity,
@@ -59,7 +59,7 @@ def logprobs(draw: st.DrawFn, length: int) -> "array[float]":
 def spans(draw: st.DrawFn) -> Span:
     ids = draw(some_tokens)
     if draw(st.booleans()):
-        return TokensGiven("s", ids)
+        return TokensGiven("s", ids, is_recalled=draw(st.booleans()))
     reason = draw(st.none() | st.sampled_from([reason.value for reason in StopReason]))
     return TokensSampled("s", ids, draw(logprobs(len(ids))), draw(logprobs(len(ids))), reason)
 
@@ -221,6 +221,15 @@ def test_a_newer_version_is_refused_by_name() -> None:
         (replace(chat(), turns=(msgspec.structs.replace(chat().turns[0], number=2),)), "turn 1 is out of order"),
         (replace(chat(), turns=(msgspec.structs.replace(chat().turns[0], logprobs=array("d")),)), "logprobs of turn 1"),
         (replace(chat(), turns=(msgspec.structs.replace(chat().turns[0], reward=float("inf")),)), "reward of turn 1"),
+        (
+            replace(
+                chat(),
+                turns=(
+                    msgspec.structs.replace(chat().turns[0], facts=TurnFacts(recalled=Recalled(start=1, length=99))),
+                ),
+            ),
+            "turn 1 counts more control, recalled",
+        ),
         (replace(chat(), reward=float("nan")), "the session's reward"),
         (replace(chat(), opened=replace(chat().opened, created_at=float("inf"))), "created_at is not a finite number"),
         (replace(chat(), turns=(), spans=example().spans), "a chat session has spans"),

@@ -3,10 +3,12 @@ from hypothesis import strategies as st
 
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.history import History, SpanKind
+from holdfast.sessions.record import Recalled
 
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("give"), st.lists(st.integers(0, 99), min_size=1, max_size=5)),
+        st.tuples(st.just("recall"), st.lists(st.integers(0, 99), min_size=2, max_size=5)),
         st.tuples(st.just("sample"), st.lists(st.integers(0, 99), max_size=5)),
         st.tuples(st.just("rewind"), st.floats(0, 1)),
     ),
@@ -24,6 +26,10 @@ def test_history_is_a_plain_list_with_kinds(
         if kind == "give":
             history.give(value)  # type: ignore[arg-type]
             plain += [(SpanKind.GIVEN, token, 0.0) for token in value]  # type: ignore[attr-defined]
+        elif kind == "recall":
+            history.give(value, Recalled(start=1, length=2))  # type: ignore[arg-type]
+            kinds = (SpanKind.GIVEN, SpanKind.RECALLED, SpanKind.RECALLED, SpanKind.GIVEN, SpanKind.GIVEN)
+            plain += [(k, token, 0.0) for k, token in zip(kinds, value, strict=False)]  # type: ignore[call-overload]
         elif kind == "sample":
             span = history.begin_sampled()
             for token in value:  # type: ignore[attr-defined]
@@ -36,7 +42,13 @@ def test_history_is_a_plain_list_with_kinds(
             del plain[length:]
     assert len(history) == len(plain)
     start, end = sorted((int(first * len(plain)), int(second * len(plain))))
-    copy = history.copy(len(plain))
+    copy, again = history.copy(len(plain)), History()
+    for entry in history.entries_since("s", 0):
+        again.repeat(entry)  # type: ignore[arg-type]
+    assert (again.tokens, again.spans) == (history.tokens, history.spans)
+    for kind in SpanKind:
+        assert history.count(kind)[1] == sum(one is kind for one, _, _ in plain)
+        assert history.count(kind) == again.count(kind)
     history.rewind(0)
     seen: list[tuple[SpanKind, int, float]] = []
     for piece in copy.pieces(start, end, limit=limit):

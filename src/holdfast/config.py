@@ -321,6 +321,13 @@ class UpstreamConfig:
         choices=("chat", "generate"),
     )
 
+    context_budget: int = option(
+        0,
+        "most tokens of a prompt that a chat session sends to the upstream: system prompt and tools, the last turns, "
+        "the new messages; earlier turns are dropped in steps; 0: the whole history is sent",
+        metavar="TOKENS",
+    )
+
     def __post_init__(self) -> None:
         if self.upstream_api == "generate" and self.routing_replay != "off":
             raise ConfigError("--routing-replay needs --upstream-api chat: token streams have no routed experts")
@@ -375,6 +382,8 @@ def check_upstream(server: ServeConfig, upstream: UpstreamConfig) -> None:
     """ConfigError unless an upstream is given for exactly the backends that need one."""
     if (server.backend == "embedded") == bool(upstream.upstream):
         raise ConfigError("--upstream and --backend sglang or vllm must be given together")
+    if upstream.context_budget and not upstream.upstream:
+        raise ConfigError("--context-budget needs an --upstream; the embedded engine's window is --recent")
 
 
 def add_flags(

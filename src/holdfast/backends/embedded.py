@@ -16,6 +16,7 @@ from holdfast.errors import Draining, SessionNotFound
 from holdfast.generation import Done, SamplingParams
 from holdfast.models import ModelSource
 from holdfast.sessions.ports import BackendView, ModelInfo, WeightsLoaded
+from holdfast.sessions.record import View
 
 
 class EmbeddedBackend:
@@ -65,7 +66,10 @@ class EmbeddedBackend:
     async def append(self, handle: int, tokens: Sequence[int]) -> Done:
         return await self._worker.append(handle, tokens)
 
-    def generate(self, handle: int, params: SamplingParams, tokens: Sequence[int] = ()) -> Stream:
+    def generate(
+        self, handle: int, params: SamplingParams, tokens: Sequence[int] = (), *, view: View | None = None
+    ) -> Stream:
+        assert view is None  # the window is the engine's own
         return self._worker.generate(handle, params, tokens)
 
     async def fork(self, handle: int) -> int:

@@ -31,6 +31,7 @@ from holdfast.errors import (
 )
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.sessions.ports import BackendView, ModelInfo, WeightsLoaded
+from holdfast.sessions.record import View
 
 _NOT_OURS = "the weights are those of the upstream server: update them there, then PUT /control/weight_version here"
 
@@ -111,7 +112,9 @@ class UpstreamSequences(ABC):
             seed=None,
         )
 
-    def generate(self, handle: int, params: SamplingParams, tokens: Sequence[int] = ()) -> "UpstreamStream":
+    def generate(
+        self, handle: int, params: SamplingParams, tokens: Sequence[int] = (), *, view: View | None = None
+    ) -> "UpstreamStream":
         sequence = self._idle(handle)
         self._check_tokens(tokens)
         params.check_vocabulary(self._model.vocab_size)
@@ -123,16 +126,23 @@ class UpstreamSequences(ABC):
             )
         if not (sequence.tokens or tokens):
             raise InvalidArgument("cannot generate from an empty history; append at least one token first")
-        room = self._model.context - len(sequence.tokens) - len(tokens)
+        num_hidden = view.num_hidden if view else 0
+        room = self._model.context - len(sequence.tokens) - len(tokens) + num_hidden
         if 0 < room < params.max_tokens:
             params = replace(params, max_tokens=room)
         headers = affinity(sequence.routing_key)
 
         async def opening(server: Server, prompt: list[int]) -> Opened:
-            return await self._open_stream(server, prompt, params, headers)
+            return await self._open_stream(server, view.of(prompt) if view else prompt, params, headers)
 
         return UpstreamStream(
-            sequence, params, tokens, opening, servers=self.servers, num_retries=self.config.retry_aborted
+            sequence,
+            params,
+            tokens,
+            opening,
+            servers=self.servers,
+            num_retries=self.config.retry_aborted,
+            num_hidden=num_hidden,
         )
 
     async def fork(self, handle: int) -> int:
@@ -223,6 +233,7 @@ class UpstreamStream:
         *,
         servers: Servers,
         num_retries: int,
+        num_hidden: int = 0,
     ) -> None:
         self._sequence = sequence
         self._params = params
@@ -230,6 +241,7 @@ class UpstreamStream:
         self._opening = opening
         self._servers = servers
         self._num_retries = num_retries
+        self._num_hidden = num_hidden  # tokens of the history that are not in the prompt
         self._server: Server
         self._source: Events | None = None
         self._reader: StreamReader
@@ -356,8 +368,8 @@ class UpstreamStream:
             stop_reason=reason,
             num_generated=self._num_sampled,
             history_length=history,
-            num_dropped=0,
-            prefill_tokens=max(0, history - self._num_sampled - self._num_cached),
+            num_dropped=self._num_hidden,
+            prefill_tokens=max(0, history - self._num_hidden - self._num_sampled - self._num_cached),
             prefill_duration_s=self._first_at - self._started_at,
             total_duration_s=now - self._started_at,
             seed=self._params.seed,

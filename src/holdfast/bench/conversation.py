@@ -18,10 +18,11 @@ _THINGS = ("roof", "door", "wall", "floor", "gate", "stair", "lamp")
 _PREFILLED = "holdfast_generate_prefill_tokens_sum "
 
 
-def question_of(number: int) -> str:
+def question_of(number: int, *, is_about_past: bool = False) -> str:
     """The question of a turn: a different one each time, always of the same length."""
     thing = _THINGS[number % len(_THINGS)]
-    return f"Entry {number:05d}: the {thing} is done. What is next?"
+    asked = f"What was entry {number // 2:05d}?" if is_about_past else "What is next?"
+    return f"Entry {number:05d}: the {thing} is done. {asked}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class TimedReply:
     wanted: int
     text: str
     client_ms: float = 0.0
+    recalled: int = 0
 
 
 class SdkChat:
@@ -163,7 +165,8 @@ class OpenAIChat:
             raise ProcessFailed("a streamed response ended without its usage")
         wanted = usage.prompt_tokens - self.history_length + bool(self.history_length)
         self.history_length = usage.total_tokens
-        self.recomputed = usage.model_dump()["holdfast"]["recomputed_tokens"]
+        counts = usage.model_dump()["holdfast"]
+        self.recomputed = counts["recomputed_tokens"]
         return TimedReply(
             turn_ms=(ended - started) * 1000,
             first_token_ms=(first_s or ended - sent_at) * 1000,
@@ -171,4 +174,5 @@ class OpenAIChat:
             forwarded=self._server.prefilled() - before,
             wanted=wanted,
             text=text,
+            recalled=counts["recalled_tokens"],
         )

@@ -140,12 +140,12 @@ class LoadClient:
 
     def check_record(self, address: str, script: Script, contestant: str, prefix: str = "") -> None:
         """Have one chat and add to the series `records_wrong` whether the server stored the upstream's reply."""
-        session = _ask("POST", address, "/sessions")["session_id"]
+        session = ask("POST", address, "/sessions")["session_id"]
         try:
-            _ask("POST", address, f"/sessions/{session}{_CHAT}", body_of(0))
-            stored = _ask("GET", address, f"/sessions/{session}")
+            ask("POST", address, f"/sessions/{session}{_CHAT}", body_of(0))
+            stored = ask("GET", address, f"/sessions/{session}")
         finally:
-            _ask("DELETE", address, f"/sessions/{session}")
+            ask("DELETE", address, f"/sessions/{session}")
         problem = record_problem(stored["records"], stored["metadata"]["accumulated_token_ids"], script)
         if problem:
             self.results.note(f"{contestant}: {problem}")
@@ -163,7 +163,8 @@ def record_problem(records: list[dict[str, Any]], token_ids: list[int], script: 
     return ""
 
 
-def _ask(method: str, address: str, path: str, body: bytes = b"") -> Any:
+def ask(method: str, address: str, path: str, body: bytes = b"") -> Any:
+    """The JSON that a server answers a request with; None if that is empty."""
     headers = {"content-type": "application/json"} if body else {}
     sent = urllib.request.Request(f"http://{address}{path}", data=body or None, headers=headers, method=method)
     try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from holdfast.bench.conversation import SYSTEM, TIMEOUT_S, OpenAIChat, OpenAIServer, SdkChat, TimedReply, question_of
-from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_bounded
+from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_bounded, share_at_least
 from holdfast.bench.machine import resident_bytes
 from holdfast.bench.processes import ProcessFailed, RunningServer, serving
 from holdfast.bench.report import Better, Report, Results
@@ -51,6 +51,9 @@ class LongSessionSettings:
     turn_spacing_s: float = option(0.0, "minimum time from the start of one turn to the start of the next")
     reply_tokens: int = option(16, "sampled tokens in each reply", least=1)
     recent: int = option(1024, "window of the server", least=1)
+    recall_tokens: int = option(
+        0, "tokens that a turn of the openai package may recall; 0: none. The SDK's tokens are raw, without recall"
+    )
     device: str = option("auto", "device of the server")
     dtype: str = option("auto", "weights of the server; auto: int8, or bfloat16 where the engine has no int8")
     retry_every: int = option(25, "turns after which a turn is retried with the openai package; 0: never")
@@ -88,7 +91,8 @@ class LongSessionSettings:
         return self.dtype if self.dtype != "auto" else "int8" if self.is_exact else "bfloat16"
 
     def server_flags(self) -> list[str]:
-        sizes = ["--recent", str(self.recent), "--dtype", self.served_dtype, "--sessions", "4"]
+        recall = ["--recall-tokens", str(self.recall_tokens)] if self.recall_tokens else []
+        sizes = ["--recent", str(self.recent), *recall, "--dtype", self.served_dtype, "--sessions", "4"]
         device = ["--device", self.device] if self.device != "auto" else []
         return [self.model, *sizes, *device, *(["--deterministic"] if self.is_exact else [])]
 
@@ -113,12 +117,14 @@ def judge(report: Report) -> list[Gate]:
         is_control = contestant == CONTROL
         gates += [control(f"control/{gate.name}", gate, len(full)) if is_control else gate for gate in (kv, prefill)]
     same, violations = report.values("script/is_same"), report.values("invariant_violations")
+    recalled, has_recall = report.values("openai/recalled_tokens"), bool(report.settings.get("recall_tokens"))
     agreed, failed = report.values("doors_agree"), report.values("turn_failed")
     return [
         *gates,
         *([] if INEXACT in report.notes else [all_right("determinism", len(same), same.count(0.0))]),
         all_right("invariants", len(violations), sum(map(bool, violations))),
-        all_right("doors_agree", len(agreed), agreed.count(0.0)),
+        *([] if has_recall else [all_right("doors_agree", len(agreed), agreed.count(0.0))]),
+        *([share_at_least("turns_with_recall", [float(num > 0) for num in recalled], 0.5)] if has_recall else []),
         all_right("every_turn_answered", len(failed), sum(map(bool, failed))),
     ]
 
@@ -264,7 +270,7 @@ class _LongSessionRun:
         while settings.progress(number, (at_s := time.perf_counter() - started)) < 1:
             number += 1
             results.step(f"turn {number}" + (f" of {settings.num_turns}" if settings.num_turns else ""))
-            question = question_of(number)
+            question = question_of(number, is_about_past=settings.recall_tokens > 0)
             chat.messages.append({"role": "user", "content": question})
             try:
                 if num_failed:
@@ -274,6 +280,8 @@ class _LongSessionRun:
                 pace_ms = pace.ask([SYSTEM, {"role": "user", "content": question_of(0)}], 1).first_token_ms
                 order = CLIENTS if number % 2 else reversed(CLIENTS)
                 replies = {name: sdk.ask(question) if name == "sdk" else chat.ask(chat.messages) for name in order}
+                if settings.recall_tokens:
+                    replies["openai"] = _counted(replies["openai"], replies["sdk"])
                 turns = {name: self._measured((at_s, pace_ms), replies[name], sessions[name]) for name in CLIENTS}
                 # The control takes ever longer, so it runs as often as its share of the time allows.
                 has_control = self._control_s <= settings.control_share * (time.perf_counter() - started)
@@ -294,7 +302,7 @@ class _LongSessionRun:
             for name in CLIENTS:
                 self._write(name, turns[name])
             results.extend("openai/client_ms", "ms", [replies["openai"].client_ms])
-            results.count("doors_agree", replies["sdk"].text == replies["openai"].text)
+            self._compare(replies)
             if control_reply:
                 self._record_control(control_reply, turns["openai"])
             self._repeat_control()
@@ -306,6 +314,12 @@ class _LongSessionRun:
                 num_saved += 1
             if done < 1:
                 time.sleep(max(0.0, at_s + settings.turn_spacing_s - elapsed_s))
+
+    def _compare(self, replies: "Mapping[ClientName, TimedReply]") -> None:
+        if self._settings.recall_tokens:  # the two read different things
+            self._results.extend("openai/recalled_tokens", "tokens", [replies["openai"].recalled])
+        else:
+            self._results.count("doors_agree", replies["sdk"].text == replies["openai"].text)
 
     def _measured(self, times: tuple[float, float], reply: TimedReply, session: "Session") -> TurnMeasurement:
         info = session.info()
@@ -361,6 +375,11 @@ class _LongSessionRun:
 
     def _openai_chat(self, path: str) -> OpenAIChat:
         return OpenAIChat(self._openai_server, path, self._chat, self._settings.reply_tokens)
+
+
+def _counted(reply: TimedReply, plain: TimedReply) -> TimedReply:
+    """With recall, a turn takes the tokens of the same question without it, and those that were recalled."""
+    return dataclasses.replace(reply, wanted=plain.wanted + reply.recalled)
 
 
 SCENARIO = Scenario(

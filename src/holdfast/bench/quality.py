@@ -1,4 +1,5 @@
-"""Whether a bounded session still makes sense: perplexity of a long text, recall of facts, distance to the oracle.
+"""Whether a bounded session still makes sense: perplexity of a long text, recall of facts, distance to the oracle; and
+whether a server with --recall-tokens answers from what has left the window.
 
 The controls must fail: reading without sinks, recalling a fact outside the window, and an oracle without sinks.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.bench import recall_quality
 from holdfast.bench.gates import Gate, control, median_at_least, percentile_at_most, share_at_least, stays_flat
 from holdfast.bench.report import Report, Results
 from holdfast.bench.runner import Chart, Scenario
@@ -51,6 +53,12 @@ class QualitySettings:
     recent: int = option(160, "window, without the sinks", least=_CHUNK)
     facts: int = option(20, "facts to recall", least=1)
     oracle_windows: int = option(3, "length, in windows, of the text to compare with the oracle", least=1)
+    questions: int = option(40, "facts that a server is asked for once they have left its window; 0: none", least=0)
+    windows: str = option("2,10,100", "how many windows ago these facts were told, separated by commas")
+    pass_keys: int = option(0, "keys told in the course of a long history that the server is asked for; 0: none")
+    history_tokens: int = option(200_000, "length of that history", least=1)
+    search_tokens: str = option("200000", "lengths of histories that are searched, separated by commas")
+    served_recent: int = option(256, "window of the server that is asked", least=128)
     dtype: str = option("float32", "weights and cache; only float32 is compared with the oracle")
     device: str = option("auto", "device to compute on")
     model: str = option(DEFAULT_MODEL, "model to measure")
@@ -68,9 +76,9 @@ def scenario(build: Build) -> Scenario:
         name="quality",
         about="perplexity by position with and without sinks, recall inside and outside the window, oracle agreement",
         settings=QualitySettings,
-        quick={"tokens": 10 * _CHUNK, "facts": 5, "oracle_windows": 1},
-        quick_s=25,
-        num_rounds=lambda settings: 3,
+        quick={"tokens": 10 * _CHUNK, "facts": 5, "oracle_windows": 1, "questions": 12, "windows": "2,10"},
+        quick_s=100,
+        num_rounds=lambda settings: 4,
         measure=partial(_measure, build),
         judge=judge,
         charts=charts,
@@ -103,6 +111,13 @@ def _measure(build: Build, settings: QualitySettings, results: Results) -> None:
         agree(engine, source, tokens, settings, results)
     else:
         results.note(f"{settings.dtype} is not compared with the oracle: only float32 is expected to agree")
+    results.on_round()
+    if settings.questions:
+        recall_quality.measure(results, _text(settings), settings)
+    if settings.pass_keys:
+        recall_quality.measure_pass_keys(results, _text(settings), settings)
+    for num_tokens in recall_quality.numbers(settings.search_tokens):
+        recall_quality.measure_search(results, _text(settings), tokenizer, num_tokens)
     results.on_round()
 
 
@@ -241,6 +256,7 @@ def judge(report: Report) -> list[Gate]:
         recalled("pinned"),
         control("control_recalled_outside", recalled("outside"), len(report.values("outside/recalled"))),
     ]
+    gates += recall_quality.judge(report)
     if report.settings.get("dtype") == "float32":
         without = report.values("oracle_without_sinks/difference")
         gates += [agrees("oracle"), control("control_oracle", agrees("oracle_without_sinks"), len(without))]

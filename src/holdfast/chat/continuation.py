@@ -140,9 +140,15 @@ class Continuation:
         return TemplateInputs(_spelled(list(tools)), _spelled(lasting))
 
     def pinned(
-        self, messages: Sequence[Message], limit: int, tools: Tools = (), variables: Variables | None = None
+        self,
+        messages: Sequence[Message],
+        limit: int,
+        tools: Tools = (),
+        variables: Variables | None = None,
+        *,
+        at: float | None = None,
     ) -> int:
-        """How many tokens at the start hold the system prompt and the tools, `limit` at most."""
+        """How many tokens at the start hold the system prompt and the tools, `limit` at most. `at` as in `first`."""
         leading = []
         for message in messages:
             if message["role"] not in ("system", "developer"):
@@ -151,7 +157,7 @@ class Continuation:
         texts = []
         for text in ("A", "1"):
             shown, native = self._renderable([*leading, USER | {"content": text}], tools)
-            texts.append(self._renderer.text(shown, prompt=True, tools=native, variables=variables))
+            texts.append(self._renderer.text(shown, prompt=True, tools=native, variables=variables, at=at))
         one, other = map(self._renderer.encode, texts)
         shared = 0
         while one[shared] == other[shared]:
@@ -159,6 +165,11 @@ class Continuation:
         ends = self._ends.boundaries if self._ends.may_differ else {self.end_of_turn}
         whole = [index + 1 for index in range(shared) if one[index] in ends]
         return min(whole[-1] if whole else 0, limit)
+
+    def opens(self, token: int) -> bool:
+        """Whether the token stands only at the beginning of a conversation."""
+        tokenizer = self._renderer.tokenizer
+        return token == tokenizer.inner.token_to_id(tokenizer.bos_token) and token not in self.tail(None, [USER]).ids
 
     def _prefix(
         self, last_token: int | None, messages: Sequence[Message], reply: Message | None, start: int

@@ -3,19 +3,22 @@
 Pure: nothing but the texts that were added decides what is found, so the same search always gives the same passages.
 """
 
+import json
 import re
 import unicodedata
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+    _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 else:
-    Mask = np.ndarray
+    Mask = _Ints = np.ndarray
 
 MAX_BYTES = 480  # of a passage: about 128 tokens of English
 _MAX_QUERY = 64  # words; of a longer text the rarest count
@@ -23,13 +26,17 @@ _K1, _B = 1.2, 0.75  # BM25's usual constants: how soon a repeated word counts n
 _QUESTION = 0.3  # what a question's score is multiplied with: it resembles a new one more than its answer does
 _CUTS = (r"\n\s*\n\s*", r"\n", r"(?<=[.!?\u3002\uff01\uff1f])\s*", r"\s+")  # where a text may be cut, the best first
 _WORD = re.compile(r"\w+")
+_ENDING = re.compile(r"(?<=\w{3})(?<![^aeiouy]{3})(?:ing|ed)$")  # not of "string"
 _DENSE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]")  # scripts without spaces between words
+_BREAK = re.compile("[\x85\u2028\u2029]")  # which end a line, and need not be escaped in JSON
+_NOWHERE = (array("i"), array("i"))
 _COMMON = frozenset(
     _WORD.findall(
-        "a about all an and any are as at be been but by can could did do does for from had has have he her his how i"
-        " if in into is it its just me more my no not now of on or our out please she so some tell than that the their"
-        " them then there these they this to too up us was we were what when where which who why will with would you"
-        " your"
+        "a about again all also an and any are as ask asked at be been before but by came can come could d did do"
+        " does earlier ever for forget forgot from get give got had has have he her his how i if in into is it its"
+        " just know let like ll look m me mean mention mentioned more my need no not now of on or our out please re"
+        " recall remember s said say see she so some still t tell than that the their them then there these they think"
+        " this to told too up us ve want was we were what when where which who why will with would you your"
     )
 )
 
@@ -64,8 +71,12 @@ class PassageIndex(Protocol):
 
     def add(self, text: str) -> None: ...
 
-    def search(self, query: str, allowed: Mask, limit: int) -> list[Found]:
-        """The texts among those allowed that the query is most about, the best first. Others have no influence."""
+    def pop(self, text: str) -> None:
+        """Take the last text, which must be this one, out again."""
+
+    def search(self, query: str, allowed: Mask, limit: int, least_share: float = 0.0) -> list[Found]:
+        """The texts among those allowed that the query is most about, the best first. Others have no influence.
+        `least_share`: of the query's words, weighted by how rare they are, that a text must have."""
 
 
 def split_text(text: str, max_bytes: int = MAX_BYTES) -> Iterator[tuple[int, int]]:
@@ -107,7 +118,8 @@ def _stripped(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words by which a text is found: in one case, without accents and common endings."""
+    """The words by which a text is found: in one case, without accents and common endings. Not those that any text
+    has."""
     text = unicodedata.normalize("NFKD", text.casefold())
     text = "".join(char for char in text if not unicodedata.combining(char)) if not text.isascii() else text
     found: list[str] = []
@@ -115,18 +127,21 @@ def words_of(text: str) -> list[str]:
         if not word.isascii() and _DENSE.search(word):
             found += [word[index : index + 2] for index in range(max(1, len(word) - 1))]
         else:
-            found += (_stem(part) for part in word.split("_") if part)
+            found += (_stem(part) for part in word.split("_") if part and part not in _COMMON)
     return found
 
 
+@lru_cache(1 << 16)
 def _stem(word: str) -> str:
-    if len(word) > 4 and word.isascii():
-        for ending in ("ing", "ies", "ed", "es", "s", "ly"):
-            if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
-                word = word.removesuffix(ending)
-                break
-        word = word.removesuffix("e") if len(word) > 4 else word
-    return word
+    if len(word) < 4 or not word.isascii():
+        return word
+    if word.endswith("ies"):
+        word = word[:-3] + "y"
+    elif word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-1]
+    word = _ENDING.sub("", word)
+    word = word.removesuffix("e") if len(word) > 3 else word
+    return word[:-1] if len(word) > 3 and word[-1] == word[-2] else word  # as in "stopped"
 
 
 def is_question(text: str) -> bool:
@@ -157,50 +172,53 @@ class WordIndex:
         self._lengths.append(len(words))
         self._weights.append(_QUESTION if is_question(text) else 1.0)
 
-    def search(self, query: str, allowed: Mask, limit: int) -> list[Found]:
+    def pop(self, text: str) -> None:
+        for word in set(words_of(text)):
+            numbers, times = self._postings[word]
+            numbers.pop()
+            times.pop()
+            if not numbers:
+                del self._postings[word]
+        self._lengths.pop()
+        self._weights.pop()
+
+    def search(self, query: str, allowed: Mask, limit: int, least_share: float = 0.0) -> list[Found]:
         num = int(np.count_nonzero(allowed))
         if not num:
             return []
         lengths = np.frombuffer(self._lengths, np.int32)
         usual = max(1.0, float(lengths[allowed].mean()))
-        scores = np.zeros(len(lengths))
+        scores, shares, whole = np.zeros(len(lengths)), np.zeros(len(lengths)), 0.0
         for rarity, numbers, times in self._rarest(query, allowed, num):
             damping = _K1 * (1 - _B + _B * lengths[numbers] / usual)
             scores[numbers] += rarity * times * (_K1 + 1) / (times + damping)
+            shares[numbers] += rarity
+            whole += rarity
         scores *= np.frombuffer(self._weights, np.float64)
+        scores[shares < least_share * whole] = 0.0
         least = np.partition(scores, -limit)[-limit] if len(scores) > limit else 0.0
         best = np.flatnonzero(scores >= max(least, np.nextafter(0, 1)))
         best = best[np.lexsort((-best, -scores[best]))]
         return [Found(int(number), float(scores[number])) for number in best[:limit]]
 
-    def _rarest(
-        self, query: str, allowed: Mask, num: int
-    ) -> list[tuple[float, "np.ndarray[tuple[int], np.dtype[np.int32]]", "np.ndarray[tuple[int], np.dtype[np.int32]]"]]:
+    def _rarest(self, query: str, allowed: Mask, num: int) -> list[tuple[float, _Ints, _Ints]]:
         """For each word of the query how rare it is, where it is and how often; the rarest first."""
-        words = dict.fromkeys(words_of(query))
         found = []
-        for word in [word for word in words if word not in _COMMON] or words:
-            if (posting := self._postings.get(word)) is None:
-                continue
-            numbers, times = (np.frombuffer(part, np.int32) for part in posting)
+        for word in dict.fromkeys(words_of(query)):
+            numbers, times = (np.frombuffer(part, np.int32) for part in self._postings.get(word, _NOWHERE))
             here = allowed[numbers]
-            if count := int(np.count_nonzero(here)):
-                rarity = float(np.log1p((num - count + 0.5) / (count + 0.5)))
-                found.append((rarity, numbers[here], times[here]))
+            count = int(np.count_nonzero(here))
+            rarity = float(np.log1p((num - count + 0.5) / (count + 0.5)))
+            found.append((rarity, numbers[here], times[here]))
         found.sort(key=lambda one: -one[0])
         return found[:_MAX_QUERY]
 
 
 def quoted(passages: Sequence[Passage]) -> str:
-    """The passages as a text that a model reads as quotes, in their order. Each line of a quote begins with a mark, so
-    that none can end it."""
+    """The passages as a text that a model reads as quotes, in their order. Each is one JSON string on a line of its
+    own, which nothing in it can end; those of others than the user begin with the role."""
     lines = ["Earlier in this conversation:"]
-    before: Passage | None = None
     for passage in sorted(passages, key=lambda one: one.key):
-        if before is None or (before.turn, before.message) != (passage.turn, passage.message):
-            lines.append(f"{passage.role} (turn {passage.turn}):")
-        elif passage.place != before.place + 1:
-            lines.append("> ...")
-        lines += [f"> {line}" for line in passage.text.splitlines()]
-        before = passage
+        text = _BREAK.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(passage.text, ensure_ascii=False))
+        lines.append(text if passage.role == "user" else f"{passage.role}: {text}")
     return "\n".join(lines)

@@ -29,7 +29,8 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
     reply = setup.chat.reply(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning)
     cache.needs_rewind = True  # from here on the backend holds more than is recorded
     first_token_s, done = None, None
-    async with contextlib.aclosing(claim.generate(params, parent.ids(since=base) + prompt.ids)) as batches:
+    generating = claim.generate(params, *turn.given_since(base), view=turn.sent_view)
+    async with contextlib.aclosing(generating) as batches:
         async for batch in batches:
             if first_token_s is None and any(isinstance(event, Sampled) for event in batch):
                 first_token_s = turn.elapsed_s()
@@ -63,7 +64,7 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
         tokens=ending.tokens,
         finish_reason=ending.finish_reason,
         facts=facts,
-        request=kept_request(request.body, parent),
+        request=kept_request(request.body, parent.num_messages),
         response=body,
         body=body,
         ending=ending,
@@ -96,13 +97,15 @@ def _usage(
     turn: ChatTurn, claim: Claim, reply: AssistantReply, base: Node, *, recomputed: int, uncomputed: int
 ) -> TokenUsage:
     """`recomputed`: what rewinding took. `uncomputed`: what was to be computed again before the reply."""
-    parent = turn.prepared.parent
-    prompt_tokens = parent.end + len(turn.prepared.prompt.ids)
+    parent, view = turn.prepared.parent, turn.sent_view
+    num_hidden = view.num_hidden if view else 0
+    prompt_tokens = parent.end + len(turn.prepared.prompt.ids) - num_hidden
+    num_known = base.end - num_hidden if view == base.turn.facts.view else 0
     return TokenUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=len(reply.tokens),
-        prefilled_tokens=prompt_tokens - base.end + bool(base.end) + uncomputed,  # the last token was still pending
-        dropped_tokens=claim.session.num_dropped(turn.setup.runtime.model.recent),
+        prefilled_tokens=prompt_tokens - num_known + bool(num_known) + uncomputed,  # the last token was still pending
+        dropped_tokens=num_hidden or claim.session.num_dropped(turn.setup.runtime.model.recent),
         recomputed_tokens=recomputed + uncomputed + parent.end - base.end,
         reasoning_tokens=reply.num_reasoning,
         recalled_tokens=turn.prepared.num_recalled,

@@ -4,6 +4,7 @@ The index of a session is made of its turns on record when it is first searched,
 written down, and knows no other session.
 """
 
+import re
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +14,18 @@ from typing import Any
 import numpy as np
 
 from holdfast.chat.messages import Message
-from holdfast.chat.passages import Mask, Passage, PassageIndex, WordIndex, quoted, split_text
+from holdfast.chat.passages import MAX_BYTES, Mask, Passage, PassageIndex, WordIndex, quoted, split_text
 from holdfast.chat.tokenizer import Detokenizer, Tokenizer
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
+from holdfast.sessions.record import View
 
 _KEY = "holdfast-recall"  # of a session's metadata, under which its own limits are kept
 _CANDIDATES = 64  # passages that are looked at for a turn
-_LEAST_SHARE = 0.25  # of the best passage's score that the others must have
+_LEAST_SCORE = 0.7  # of the best passage's that the others must have
+_LEAST_SHARE = 0.33  # of the new messages' words, weighted by how rare they are, that a passage must have
 _MAX_QUERY = 1 << 14  # characters
+_ASKED = re.compile(r"(?<![^.!?\n\u3002\uff01\uff1f])[^.!?\n\u3002\uff01\uff1f]++[?\uff1f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +52,6 @@ class RecallLimits:
 NO_RECALL = RecallLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """The tokens of a path that a model sees when it goes on: the first `pinned` ones, and those from `start` on."""
-
-    pinned: int
-    start: int
-
-
 @dataclass(slots=True)
 class Recall:
     """The passages of all turns of one tree. Turns of a forest may search it at once, in several threads."""
@@ -65,6 +61,7 @@ class Recall:
     _numbers: "array[int]" = field(default_factory=lambda: array("q"))  # the turn's, for each passage
     _starts: "array[int]" = field(default_factory=lambda: array("q"))
     _ends: "array[int]" = field(default_factory=lambda: array("q"))
+    _path: "array[int]" = field(default_factory=lambda: array("q"))  # to the turn that was searched for last
     _num_turns: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -83,54 +80,71 @@ class Recall:
     def missing(self, tree: Tree) -> list[Node]:
         return tree.nodes[self._num_turns :]
 
-    def search(self, parent: Node, view: View, query: str, limit: int = _CANDIDATES) -> list[tuple[Passage, float]]:
+    def search(
+        self, parent: Node, view: View, query: str, limit: int = _CANDIDATES, least_share: float = 0.0
+    ) -> list[tuple[Passage, float]]:
         """The passages on the path to `parent` that are out of view and that the query is most about."""
         with self._lock:
-            allowed = self._allowed(parent, view)
-            return [(self._passages[found.number], found.score) for found in self.index.search(query, allowed, limit)]
+            found = self.index.search(query, self._allowed(parent, view), limit, least_share)
+            return [(self._passages[number], score) for number, score in found]
 
     def choose(
         self, parent: Node, view: View, messages: Sequence[Message], limits: RecallLimits, tokenizer: Tokenizer
     ) -> list[Passage]:
         """What a turn below `parent` with these messages recalls: the best passages that fit into the limits, the best
-        first."""
-        found = self.search(parent, view, query_of(messages))
+        first. Together they may have a few tokens more than one by one."""
+        found = self.search(parent, view, query_of(messages), _CANDIDATES, _LEAST_SHARE)
         chosen: list[Passage] = []
+        frame = len(spelled([], tokenizer))
+        room = limits.tokens - frame
         for passage, score in found:
-            if len(chosen) == limits.passages or score < _LEAST_SHARE * found[0][1]:
+            if len(chosen) == limits.passages or score < _LEAST_SCORE * found[0][1]:
                 break
-            if 0 < len(spelled([*chosen, passage], tokenizer)) <= limits.tokens:
+            if frame < (num_tokens := len(spelled([passage], tokenizer))) <= frame + room:
                 chosen.append(passage)
+                room -= num_tokens - frame
         return chosen
 
     def _allowed(self, parent: Node, view: View) -> Mask:
-        path = parent.path()
+        self._follow(parent)
+        path = np.frombuffer(self._path, np.int64)
         on_path = np.zeros(self._num_turns + 1, np.bool_)
-        on_path[[node.number for node in path]] = True
-        starts, ends = np.frombuffer(self._starts, np.int64), np.frombuffer(self._ends, np.int64)
-        allowed: Mask = on_path[np.frombuffer(self._numbers, np.int64)] & (ends <= view.start) & (starts >= view.pinned)
-        again = set(_recalled_in_view(path, view))
-        if again:
-            for number in np.flatnonzero(allowed):
-                allowed[number] = self._passages[number].key not in again
+        on_path[path] = True
+        numbers, starts, ends = (np.frombuffer(part, np.int64) for part in (self._numbers, self._starts, self._ends))
+        allowed: Mask = on_path[numbers] & (ends <= view.start) & (starts >= view.pinned)
+        again = set(_recalled_in_view(parent, view))
+        for number in {int(path[turn - 1]) for turn, _, _ in again}:
+            for at in range(*np.searchsorted(numbers, [number, number + 1])):
+                allowed[at] &= self._passages[at].key not in again
         return allowed
 
+    def _follow(self, parent: Node) -> None:
+        """Make `_path` that to `parent`. Most turns continue the one before, so that only the end is new."""
+        node, below = parent, array("q")
+        while node.parent is not None and not (
+            node.depth <= len(self._path) and self._path[node.depth - 1] == node.number
+        ):
+            below.append(node.number)
+            node = node.parent
+        self._path = self._path[: node.depth] + below[::-1]
 
-def _recalled_in_view(path: Sequence[Node], view: View) -> Iterator[tuple[int, int, int]]:
+
+def _recalled_in_view(parent: Node, view: View) -> Iterator[tuple[int, int, int]]:
     """The passages whose quotes are still in view."""
-    for node in reversed(path):
-        if node.end <= view.start:
-            return
+    node: Node | None = parent
+    while node is not None and node.end > view.start:
         recalled = node.turn.facts.recalled
         if recalled is not None and node.start + recalled.start >= view.start:
             yield from recalled.passages
+        node = node.parent
 
 
 def query_of(messages: Sequence[Message]) -> str:
-    """What new messages are about: what people say, or else what tools answered."""
+    """What new messages are about: what people say, or else what tools answered. Of a long text, what it asks."""
     for role in ("user", "tool"):
         if texts := [message["content"] for message in messages if message["role"] == role and message["content"]]:
-            return "\n".join(texts)[-_MAX_QUERY:]
+            text = "\n".join(texts)[-_MAX_QUERY:]
+            return "\n".join(_ASKED.findall(text) if len(text) > MAX_BYTES else ()) or text
     return ""
 
 
@@ -180,7 +194,7 @@ class _Positions:
 
     def __init__(self, tokens: "array[int]", start: int, tokenizer: Tokenizer, quotes: range = range(0)) -> None:
         self._whole = (start, start + len(tokens))
-        pieces = [*_pieces(tokens, tokenizer)][::-1]
+        pieces = [*token_pieces(tokens, tokenizer)][::-1]
         for index in quotes:
             pieces[len(tokens) - 1 - index] = b"\xff"  # a byte that no text has
         # The other way round, as searching from the end may take much longer.
@@ -200,7 +214,7 @@ class _Positions:
         return self._whole[1] - first - 1, self._whole[1] - last
 
 
-def _pieces(tokens: "array[int]", tokenizer: Tokenizer) -> Iterator[bytes]:
+def token_pieces(tokens: "array[int]", tokenizer: Tokenizer) -> Iterator[bytes]:
     """What each token spells, or completes."""
     if tokenizer.is_byte_level:
         return map(tokenizer.token_bytes, tokens)

@@ -20,6 +20,7 @@ from holdfast.chats.samples.sample import Export
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
+from holdfast.chats.view import WHOLE
 from holdfast.errors import HoldfastError, InvalidArgument, JournalFailed, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
 from holdfast.sessions.limits import check_metadata
@@ -288,6 +289,7 @@ class ChatService:
             pieces = self._runtime.history(session_id, owner)
             return partial(from_spans, pieces, options, facts, detokenize=detokenize)
         tree, tip = trajectory.tree, trajectory.tree.tip
+        sent = tip.turn.facts.view
 
         def response_of(node: Node) -> bytes:
             kept = node.turn.response
@@ -299,6 +301,8 @@ class ChatService:
                 "max_trim_tokens": chat.continuation.max_trim_tokens,
                 "tito_session_mismatch": mismatches(tip, chat),
             }
+            if sent is not None:
+                told["dropped_tokens"] = sent.num_hidden
             whole = replace(facts, summary={**facts.summary, **told})
             return assemble(tree, options, whole, detokenize=detokenize, response_of=response_of)
 
@@ -335,7 +339,9 @@ def _check_imported(node: Node) -> None:
     spans = [num for _, num in turn.facts.weight_spans]
     if spans and (min(spans) < 1 or sum(spans) != len(turn.sampled)):
         raise ValueError(f"the weight_spans of turn {turn.number} do not cover its sampled tokens")
-    recalled = turn.facts.recalled
+    view, recalled = turn.facts.view or WHOLE, turn.facts.recalled
+    if not view.pinned <= view.start <= node.start + len(turn.given):
+        raise ValueError(f"the view of turn {turn.number} is not one of its prompt")
     if recalled is not None and recalled.start + recalled.length > len(turn.given):
         raise ValueError(f"turn {turn.number} recalls more tokens than it was given")
     for ranges in ([turn.facts.routed_experts], [turn.facts.indexer_topk], turn.facts.cut):

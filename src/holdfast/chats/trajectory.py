@@ -17,17 +17,19 @@ from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import ChatRequest, TurnResponse
-from holdfast.chats.recall import NO_RECALL, Recall, RecallLimits, View, spelled, with_text
+from holdfast.chats.recall import NO_RECALL, Recall, RecallLimits, spelled, with_text
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.tree import Node, Tree, first_difference
 from holdfast.errors import MessageMismatch
 from holdfast.sessions.journal.base import StoredSession
 from holdfast.sessions.operations import Claim
-from holdfast.sessions.record import Recalled, TemplateInputs, TurnRecord
+from holdfast.sessions.record import Recalled, TemplateInputs, TurnRecord, View
 
 if TYPE_CHECKING:
     from holdfast.chats.turn import ChatTurn
 
+# What of its path a turn sees, by the turn above and its new tokens, and how many tokens of quotes have room there.
+ViewOf = Callable[[Node, list[int]], tuple[View, int]]
 Tip = Hashable  # where a conversation goes on; see `PreparedTurn.tip`
 
 _MAX_REPEATABLE = 64  # turns on record among which a forest looks for one that is asked for again
@@ -53,6 +55,7 @@ class PreparedTurn:
     is_branch: bool
     is_edited: bool = False  # it has another assistant message where a reply was sampled
     recalled: Recalled | None = None  # which part of the prompt is quotes
+    view: View | None = None  # what the model sees of the path
 
     @property
     def num_recalled(self) -> int:
@@ -165,11 +168,10 @@ class Trajectory:
         fits: Fits | None = None,
         *,
         limits: RecallLimits = NO_RECALL,
-        view: Callable[[Node, int], View] | None = None,
+        view: ViewOf | None = None,
     ) -> PreparedTurn:
         """Match the request's messages with those on record; render what is new, with quotes of what is out of view
-        there: `view` says what is not, by the turn above and the length of the new prompt. Changes nothing on
-        record."""
+        there. Changes nothing on record."""
         continuation, tree = chat.continuation, self.tree
         root = continuation.root(request.tools, request.variables)
         match = tree.match(root, request.messages, rules.matcher)
@@ -183,6 +185,7 @@ class Trajectory:
         if parent is tree.root:
             at = self._begun_at(new) if continuation.tells_time else None
             prompt = continuation.first(new, request.tools, request.variables, fits, at=at)
+            seen, _ = view(parent, prompt.ids) if view else (None, 0)
         else:
             tail = partial(
                 continuation.tail,
@@ -194,8 +197,9 @@ class Trajectory:
                 reply=parent.turn.reply,
             )
             prompt = tail(new)
-            if limits.tokens and view is not None:
-                seen = view(parent, len(prompt.ids))
+            seen, room = view(parent, prompt.ids) if view else (None, 0)
+            if seen is not None:
+                limits = replace(limits, tokens=min(limits.tokens, room))
                 prompt, recalled = self._recalling(
                     parent, seen, new, prompt=prompt, limits=limits, tail=tail, tokenizer=chat.tokenizer
                 )
@@ -208,6 +212,7 @@ class Trajectory:
             is_branch=has_siblings if self.is_forest else parent is not tree.tip,
             is_edited=match.edited is not None and match.edited[0] >= parent.num_messages,
             recalled=recalled,
+            view=seen,
         )
 
     def _recalling(
@@ -223,15 +228,14 @@ class Trajectory:
     ) -> tuple[Prompt, Recalled | None]:
         """The prompt with quotes before the last thing that was said, and which of its tokens these are. The others are
         those of the prompt without quotes."""
-        room = min(limits.tokens, parent.end - seen.start)  # the whole prompt stays in view
-        if room <= 0 or seen.start <= seen.pinned:
+        if limits.tokens <= 0 or seen.start <= seen.pinned:
             return prompt, None
         self.passages.update(self.tree, tokenizer)
-        chosen = self.passages.choose(parent, seen, new, replace(limits, tokens=room), tokenizer)
+        chosen = self.passages.choose(parent, seen, new, limits, tokenizer)
         # What opens the message ends where two texts differ. Its last token may be one with the message's first.
         opening = _shared(*(tail(with_text(new, text)).ids for text in "A1")) if chosen else []
         start = len(_shared(opening, prompt.ids))
-        while chosen and len(quotes := opening[start:] + spelled(chosen, tokenizer)) > room:
+        while chosen and len(quotes := opening[start:] + spelled(chosen, tokenizer)) > limits.tokens:
             chosen.pop()
         if not chosen:
             return prompt, None

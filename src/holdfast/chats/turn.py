@@ -18,22 +18,25 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.chat.chat_model import ChatModel
+from holdfast.chat.continuation import Fits
 from holdfast.chat.messages import Message
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
 from holdfast.chats.grammar_queue import GrammarQueue
-from holdfast.chats.recall import NO_RECALL, RecallLimits, View
+from holdfast.chats.recall import NO_RECALL, RecallLimits
 from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Tip, Trajectory
 from holdfast.chats.tree import Node
+from holdfast.chats.view import bounded_view
 from holdfast.errors import ContextTooLong, HoldfastError, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.generation import Sampled, StopReason
 from holdfast.sessions.admission import Admission
+from holdfast.sessions.history import GivenTokens
 from holdfast.sessions.journal.base import TurnRecorded
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.ports import ModelInfo
-from holdfast.sessions.record import TurnFacts, TurnRecord
+from holdfast.sessions.record import TurnFacts, TurnRecord, View
 from holdfast.sessions.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,7 @@ class ChatSetup:
     is_forest: bool = False  # what a new session is, unless its client says
     max_conversations: int = 8  # caches that one forest may have
     recall: RecallLimits = NO_RECALL  # of sessions that do not say
+    context_budget: int = 0  # tokens of a prompt for an upstream; 0: any number
     stream_stall_s: float = 0.0  # how long a turn waits for its readers, in all; 0: no limit
     expert_shape: Callable[[], tuple[int, int] | None] = lambda: None  # layers and experts per token, if known
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
@@ -146,7 +150,7 @@ class ChatTurn:
             TurnStarted(
                 turn_id=self.id,
                 writer=self.request.writer,
-                num_dropped=self._num_dropped,
+                num_dropped=self.num_dropped,
                 branched_below=below,
                 num_recalled=prepared.num_recalled,
             )
@@ -180,7 +184,16 @@ class ChatTurn:
             if value is not None
         }
 
-    def _num_dropped(self) -> int:
+    @property
+    def sent_view(self) -> View | None:
+        """What an upstream gets of the path, where that is not all of it."""
+        view = self.prepared.view
+        return view if self.setup.context_budget and view and view.num_hidden else None
+
+    def num_dropped(self) -> int:
+        """How many tokens of the conversation are out of view by now."""
+        if self.setup.context_budget:
+            return self.sent_view.num_hidden if self.sent_view else 0
         session, recent = self.claim.session, self.setup.runtime.model.recent
         if not self.trajectory.is_forest:
             return session.num_dropped(recent)
@@ -191,10 +204,15 @@ class ChatTurn:
     async def _prepare(self) -> PreparedTurn:
         """Match and render the request. In a forest this waits until no other turn is at the same tip."""
         setup, request, trajectory = self.setup, self.request.request, self.trajectory
-        fits = partial(check_fits, model=setup.runtime.model, may_truncate=request.may_truncate, at_least="at least ")
+        fits: Fits = partial(
+            check_fits, model=setup.runtime.model, may_truncate=request.may_truncate, at_least="at least "
+        )
+        if setup.context_budget:
+            fits = partial(check_budget, budget=setup.context_budget, at_least="at least ")
         rules = setup.forest_rules if trajectory.is_forest else setup.rules
         limits = request.recall or trajectory.recall or setup.recall
-        prepare = partial(trajectory.prepare, request, setup.chat, rules, fits, limits=limits, view=self._view)
+        view = partial(self._sent, limits=limits) if setup.context_budget else self._view
+        prepare = partial(trajectory.prepare, request, setup.chat, rules, fits, limits=limits, view=view)
         # Beside the request it may be the whole past that is taken into the index.
         num_bytes = request.num_bytes + (trajectory.num_unindexed if limits.tokens else 0)
         while True:
@@ -218,10 +236,41 @@ class ChatTurn:
                 trajectory.num_waiting -= 1
             self.claim.check_not_closed()
 
-    def _view(self, parent: Node, num_new: int) -> View:
-        """What the last of so many new tokens below `parent` attends to."""
+    def _view(self, parent: Node, prompt: list[int]) -> tuple[View, int]:
+        """What the last of the new tokens below `parent` attends to, and the room for quotes."""
         pinned = _pinned(parent, self.claim.session.sink) if self.trajectory.is_forest else self.claim.session.sink
-        return View(pinned, parent.end + num_new - self.setup.runtime.model.recent)
+        room = self.setup.runtime.model.recent - len(prompt)  # the whole prompt stays in view
+        return View(pinned, parent.end - room), room
+
+    def _sent(self, parent: Node, prompt: list[int], limits: RecallLimits) -> tuple[View, int]:
+        """What an upstream gets of the path to `parent`, and the room for quotes."""
+        budget, continuation = self.setup.context_budget, self.setup.chat.continuation
+        reserve = min(limits.tokens, budget // 4)
+        view = bounded_view(
+            parent,
+            prompt,
+            budget=budget,
+            pinned=partial(self._to_pin, parent),
+            closing=continuation.stop_token_ids,
+            reserve=reserve,
+        )
+        return view, budget - (parent.end - view.num_hidden + len(prompt))
+
+    def _to_pin(self, parent: Node) -> int:
+        """How many tokens at the start of the conversation are in every prompt."""
+        if self.trajectory.pin_tokens is not None:
+            return self.trajectory.pin_tokens
+        first, continuation = parent.ancestor(1).turn, self.setup.chat.continuation
+        tools, variables = msgspec.json.decode(first.root.tools), msgspec.json.decode(first.root.variables)
+        limit, at = self.setup.runtime.model.max_pin, first.facts.started_at
+        return continuation.pinned(first.messages, limit, tools, variables, at=at) or continuation.opens(first.given[0])
+
+    def given_since(self, base: Node) -> tuple[list[int], GivenTokens]:
+        """The tokens that a cache at the end of `base` lacks for the reply, and what is known of them."""
+        prepared = self.prepared
+        nodes = prepared.parent.path()[base.depth :]
+        tokens = [token for node in nodes for token in node.tokens()] + prepared.prompt.ids
+        return tokens, GivenTokens([node.turn for node in nodes], prepared.recalled)
 
     async def cache(self) -> tuple[Cache, Claim]:
         """The cache in which the turn is computed, and the claim on it."""
@@ -299,6 +348,8 @@ class ChatTurn:
             facts = replace(facts, num_trimmed=num_trimmed)
         if prepared.recalled is not None:
             facts = replace(facts, recalled=prepared.recalled)
+        if self.sent_view is not None:
+            facts = replace(facts, view=self.sent_view)
         if request.response_id or request.agent or prepared.is_edited:
             agent, is_edited = dict(request.agent), prepared.is_edited
             facts = replace(facts, response_id=request.response_id, agent=agent, is_edited=is_edited)
@@ -321,7 +372,8 @@ class ChatTurn:
             base, _ = await trajectory.cache.sync_to(claim, prepared.parent)
             trajectory.cache.needs_rewind = True
             reason = StopReason.MAX_TOKENS if result.finish_reason == "length" else StopReason.EOS
-            await claim.adopt(prepared.parent.ids(since=base) + prepared.prompt.ids, lasting, reason)
+            given, known = self.given_since(base)
+            await claim.adopt(given, lasting, reason, known)
         elif claim.history_length > end:
             await claim.rewind(end)
         claim.check_not_closed()
@@ -369,11 +421,11 @@ def _pinned(node: Node, default: int) -> int:
     return default if pinned is None else pinned
 
 
-def kept_request(request: Mapping[str, Any], parent: Node) -> bytes:
-    """A request as it is recorded: without the ids and earlier messages that the path already holds."""
+def kept_request(request: Mapping[str, Any], num_known: int) -> bytes:
+    """A request as it is recorded: without the ids and the first messages, which the path already holds."""
     kept = {key: value for key, value in request.items() if key not in ("input_ids", "kv_transfer_params")}
     if isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = messages[parent.num_messages :]
+        kept["messages"] = messages[num_known:]
     return msgspec.json.encode(kept)
 
 
@@ -387,6 +439,15 @@ def check_fits(
             f"{field}: {at_least}{num_new} new tokens exceed the window of {limit}; "
             'send fewer, set "truncation": "auto", or serve with a larger --recent',
             param=field,
+        )
+
+
+def check_budget(num_new: int, budget: int, *, at_least: str = "") -> None:
+    """Raises where new tokens are more than an upstream may get."""
+    if num_new > budget:
+        raise ContextTooLong(
+            f"messages: {at_least}{num_new} new tokens exceed the server's --context-budget of {budget}; send fewer",
+            param="messages",
         )
 
 

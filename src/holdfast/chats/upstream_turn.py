@@ -12,10 +12,11 @@ from holdfast.chats.embedded_turn import generate_reply
 from holdfast.chats.events import TurnResponse
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatTurn, TurnResult, TurnSource, kept_request
+from holdfast.chats.view import shown_messages
 from holdfast.errors import InvalidArgument, UpstreamInvalid
 from holdfast.generation import RECORDED_FIELDS, Sampled
 from holdfast.sessions.ports import ChatUpstream, LogprobKind, UpstreamCompletion
-from holdfast.sessions.record import TurnFacts
+from holdfast.sessions.record import TurnFacts, View
 
 _SAMPLING_FIELDS = (*RECORDED_FIELDS, "max_completion_tokens", "stop")
 
@@ -29,13 +30,17 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
         body = dict(request.body)
         if request.variables:
             body["chat_template_kwargs"] = dict(request.variables)
-        ids = prepared.parent.ids() + prepared.prompt.ids
+        ids, view, parent = prepared.parent.ids() + prepared.prompt.ids, turn.sent_view, prepared.parent
+        shown = shown_messages(parent, view)
+        if view is not None:
+            ids, messages = view.of(ids), body["messages"]
+            body["messages"] = [*(messages[index] for index in shown), *messages[parent.num_messages :]]
         body |= _bounded(body, setup.runtime.max_reply_tokens, room=setup.runtime.model.context - len(ids))
         reply = await upstream.complete(
             body,
             ids,
             session_id=turn.trajectory.session_id,
-            known=_known_rows(prepared.parent),
+            known=_known_rows(parent, view),
         )
         completion = reply.completion
         if completion is None:
@@ -57,7 +62,7 @@ def relay_to(upstream: ChatUpstream) -> TurnSource:
                 cut=completion.cut,
                 effort=turn.effort(prompt_tokens=len(ids), num_aborted=reply.num_aborted or None, **completion.effort),
             ),
-            request=kept_request(reply.request, prepared.parent),
+            request=kept_request(reply.request, len(shown)),
             response=reply.received,
             body=reply.body,
             status=reply.status,
@@ -84,10 +89,12 @@ def _of_kind(result: TurnResult, kind: LogprobKind) -> TurnResult:
     return replace(result, facts=replace(result.facts, logprob_kind=kind))
 
 
-def _known_rows(parent: Node) -> dict[str, int]:
-    """For each training payload, the positions of which the turns up to `parent` have it on record."""
-    names = ("routed_experts", "indexer_topk")
-    return {n: node.end - 1 for node in parent.path() for n in names if getattr(node.turn.facts, n) is not None}
+def _known_rows(parent: Node, view: View | None) -> dict[str, int]:
+    """For each training payload, the positions of the prompt of which the turns up to `parent` have it on record. What
+    was computed from another view is not known."""
+    names, num_hidden = ("routed_experts", "indexer_topk"), view.num_hidden if view else 0
+    nodes = [node for node in parent.path() if node.turn.facts.view == view]
+    return {n: node.end - num_hidden - 1 for node in nodes for n in names if getattr(node.turn.facts, n) is not None}
 
 
 def _bounded(body: Mapping[str, Any], limit: int, *, room: int) -> dict[str, int]:

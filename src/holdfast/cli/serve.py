@@ -20,6 +20,7 @@ from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import DEFAULT_CONTEXT, UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chat.chat_model import load_chat
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.cli.checks import require_fit
 from holdfast.cli.client import own_command
 from holdfast.cli.supervision import ChildReport, ParentLink
@@ -153,6 +154,7 @@ def _run(arguments: argparse.Namespace, parent: ParentLink | None = None) -> int
     with console.status(f"loading {name}"):
         metrics = Metrics()
         chat = _load_chat(source, from_arguments(ChatConfig, arguments), console) if server.http else None
+        tokenizer = _load_tokenizer(source) if chat is None else None
         backend: ServedBackend
         if server.backend == "embedded":
             if warning := require_fit(source, engine, server.snapshot_memory_mb * 2**20):
@@ -165,7 +167,7 @@ def _run(arguments: argparse.Namespace, parent: ParentLink | None = None) -> int
             if chat:
                 remote.sample = _sample(source, chat)
                 routes, relays_chats = parse_routes(upstream.passthrough), upstream.upstream_api == "chat"
-                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats))
+                chat = replace(chat, upstream=Upstream(remote, routes, relays_chats, upstream.context_budget))
     title = f"[bold]{backend.model.name}[/] is served: {about}"
 
     def on_ready(addresses: ServerAddresses) -> None:
@@ -179,7 +181,7 @@ def _run(arguments: argparse.Namespace, parent: ParentLink | None = None) -> int
             console.print(banner, "[dim]Ctrl-C drains and stops[/]", sep="\n", soft_wrap=True)
 
     try:
-        asyncio.run(serve(backend, server, metrics, chat, on_ready))
+        asyncio.run(serve(backend, server, metrics, chat, on_ready, tokenizer=tokenizer))
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
     if parent is None:
@@ -208,6 +210,12 @@ def _load_chat(source: ModelSource, config: ChatConfig, console: Console) -> Cha
     except ModelError as exc:
         console.print(f"[yellow]no OpenAI API: {exc}[/]")
         return None
+
+
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    with contextlib.suppress(ModelError):
+        return load_tokenizer(source)
+    return None
 
 
 def _embedded(source: ModelSource, server: ServeConfig, engine: EngineConfig, metrics: Metrics) -> EmbeddedBackend:

@@ -12,8 +12,10 @@ from typing import Any
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.matching import load_matcher
+from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.embedded_turn import generate_reply
 from holdfast.chats.recall import RecallLimits
+from holdfast.chats.search import HistorySearch
 from holdfast.chats.service import ChatService, Trajectories
 from holdfast.chats.trajectory import HistoryRules
 from holdfast.chats.turn import ChatSetup, TurnSource
@@ -68,6 +70,8 @@ async def serve(
     metrics: Metrics,
     chat: Chat | None = None,
     on_ready: Callable[[ServerAddresses], None] = lambda addresses: None,
+    *,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain: admit nothing new, let running work end, stop."""
     raise_file_limit()
@@ -75,7 +79,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    async with running(backend, config, metrics, chat) as addresses:
+    async with running(backend, config, metrics, chat, tokenizer=tokenizer) as addresses:
         on_ready(addresses)
         await stopping.wait()
         logger.info("draining")
@@ -83,9 +87,15 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def running(
-    backend: ServedBackend, config: ServeConfig, metrics: Metrics, chat: Chat | None = None
+    backend: ServedBackend,
+    config: ServeConfig,
+    metrics: Metrics,
+    chat: Chat | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
 ) -> AsyncIterator[ServerAddresses]:
-    """A whole server for as long as the context lasts; leaving it drains."""
+    """A whole server for as long as the context lasts; leaving it drains. `tokenizer`: by which sessions are searched,
+    where there is no `chat`."""
     keys = read_keys(config.keys_file)
     addresses = [address for address in (config.grpc, config.http, config.peer_grpc, config.peer_http) if address]
     for address in addresses:
@@ -122,6 +132,7 @@ async def running(
             metrics=metrics,
         )
         chats = None
+        tokenizer = chat.model.tokenizer if chat else tokenizer
         if chat and config.http:
             chats = ChatService(_chat_setup(runtime, admission, config, chat), trajectories)
         async with _endpoints(
@@ -131,6 +142,7 @@ async def running(
             config,
             chats=chats,
             upstream=chat.upstream if chat else None,
+            search=HistorySearch(runtime, trajectories, tokenizer) if tokenizer else None,
             storage=storage,
             keys=keys,
         ) as served:
@@ -149,6 +161,7 @@ async def _endpoints(
     *,
     chats: ChatService | None,
     upstream: Upstream | None,
+    search: HistorySearch | None,
     storage: Storage,
     keys: Keys,
 ) -> AsyncIterator[ServerAddresses]:
@@ -173,7 +186,7 @@ async def _endpoints(
         await backend.prepare()  # it may learn more about the model, which both endpoints report
         await backend.label_weights(config.weight_version)
         transfers = Transfers(runtime, chats)
-        shared: dict[str, Any] = {"keys": keys, "cluster": cluster, "describe": describe}
+        shared: dict[str, Any] = {"keys": keys, "cluster": cluster, "describe": describe, "search": search}
         grpc_server = create_server(runtime, transfers, admission, config, **shared)
         http = None
         if config.http:
@@ -228,6 +241,7 @@ def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, cha
         admission=admission,
         weight_version=config.weight_version,
         recall=RecallLimits(chat.config.recall_tokens),
+        context_budget=chat.upstream.context_budget if chat.upstream else 0,
         stream_stall_s=config.stream_stall_s,
         is_forest=chat.config.history == "forest",
         max_conversations=chat.config.max_conversations,

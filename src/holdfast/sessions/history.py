@@ -1,4 +1,4 @@
-"""A token history in spans: runs of given tokens, and runs of sampled ones with their logprobs."""
+"""A token history in spans: runs of given tokens, quotes among them, and runs of sampled ones with their logprobs."""
 
 import itertools
 from array import array
@@ -8,11 +8,12 @@ from enum import StrEnum
 
 from holdfast.generation import Done, Event, Sampled, StopReason
 from holdfast.sessions.journal.base import Entry, HistoryRewound, Step, TokensGiven, TokensSampled
-from holdfast.sessions.record import TurnRecord
+from holdfast.sessions.record import Recalled, TurnRecord
 
 
 class SpanKind(StrEnum):
     GIVEN = "given"
+    RECALLED = "recalled"  # given too: quotes of earlier passages
     SAMPLED = "sampled"
 
 
@@ -53,6 +54,7 @@ class History:
     def __init__(self) -> None:
         self._tokens = array("i")
         self.spans: list[Span] = []
+        self._num_kept = 0
         self._counts = {kind: [0, 0] for kind in SpanKind}  # spans, tokens: kept, not counted, as histories are long
 
     def __len__(self) -> int:
@@ -71,20 +73,28 @@ class History:
     def slice(self, start: int, end: int) -> "array[int]":
         return self._tokens[start:end]
 
-    def count(self, kind: SpanKind) -> tuple[int, int]:
-        """How many spans of `kind` there are, and how many tokens in them."""
-        spans, tokens = self._counts[kind]
-        return spans, tokens
+    def count(self, *kinds: SpanKind) -> tuple[int, int]:
+        """How many spans of these kinds there are, and how many tokens in them."""
+        return sum(self._counts[kind][0] for kind in kinds), sum(self._counts[kind][1] for kind in kinds)
 
     def _counted(self, kind: SpanKind, spans: int, tokens: int) -> None:
         self._counts[kind][0] += spans
         self._counts[kind][1] += tokens
 
-    def give(self, tokens: Sequence[int]) -> None:
-        if not self.spans or self.spans[-1].kind is not SpanKind.GIVEN:
-            self.spans.append(Span(SpanKind.GIVEN, len(self._tokens)))
-            self._counted(SpanKind.GIVEN, 1, 0)
-        self._counted(SpanKind.GIVEN, 0, len(tokens))
+    def give(self, tokens: Sequence[int], recalled: Recalled | None = None) -> None:
+        """Add tokens, of which some may be quotes."""
+        start, end = (recalled.start, recalled.start + recalled.length) if recalled else (len(tokens), len(tokens))
+        self._give(SpanKind.GIVEN, tokens[:start])
+        self._give(SpanKind.RECALLED, tokens[start:end])
+        self._give(SpanKind.GIVEN, tokens[end:])
+
+    def _give(self, kind: SpanKind, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
+        if not self.spans or self.spans[-1].kind is not kind:
+            self.spans.append(Span(kind, len(self._tokens)))
+            self._counted(kind, 1, 0)
+        self._counted(kind, 0, len(tokens))
         self._tokens.extend(tokens)
         self.spans[-1].length += len(tokens)
 
@@ -107,7 +117,13 @@ class History:
         span.sampling_logprobs.append(token.sampling_logprob)
         return span
 
+    def num_kept(self) -> int:
+        """How many of the first tokens have stayed since this was last asked. For one who asks: who has an index."""
+        num_kept, self._num_kept = self._num_kept, len(self._tokens)
+        return num_kept
+
     def rewind(self, length: int) -> None:
+        self._num_kept = min(self._num_kept, length)
         del self._tokens[length:]
         while self.spans and self.spans[-1].start >= length:
             gone = self.spans.pop()
@@ -138,8 +154,8 @@ class History:
                 break
             first = max(start, span.start)
             tokens = self._tokens[first : span.end]
-            if span.kind is SpanKind.GIVEN:
-                found.append(TokensGiven(session_id, tokens))
+            if span.kind is not SpanKind.SAMPLED:
+                found.append(TokensGiven(session_id, tokens, is_recalled=span.kind is SpanKind.RECALLED))
                 continue
             inner = slice(first - span.start, None)
             reason = span.stop_reason.value if span.stop_reason else None
@@ -153,9 +169,9 @@ class History:
             case HistoryRewound():
                 self.rewind(step.length)
             case TokensGiven():
-                self.give(step.tokens)
+                self._give(SpanKind.RECALLED if step.is_recalled else SpanKind.GIVEN, step.tokens)
             case TurnRecord():
-                self.give(step.given)
+                self.give(step.given, step.facts.recalled)
                 turn_reason = StopReason.MAX_TOKENS if step.finish_reason == "length" else StopReason.EOS
                 weights = step.facts.weight_spans or ((step.facts.weight_versions[0], len(step.sampled)),)
                 logprobs = step.logprobs, step.sampling_logprobs
@@ -203,12 +219,31 @@ class History:
                 first = last
 
 
+@dataclass(frozen=True, slots=True)
+class GivenTokens:
+    """What is known of tokens that a generation is given: those of `turns` on record come first, as they were recorded;
+    of the rest, which are quotes."""
+
+    turns: Sequence[TurnRecord] = ()
+    recalled: Recalled | None = None
+
+    def add_to(self, history: History, tokens: Sequence[int]) -> None:
+        start = len(history)
+        for turn in self.turns:
+            history.repeat(turn)
+        history.give(tokens[len(history) - start :], self.recalled)
+
+
+PLAIN = GivenTokens()
+
+
 class GenerationRecord:
     """Records one generation into a history, each token once: the tokens it was given, then the sampled ones."""
 
-    def __init__(self, history: History, tokens: Sequence[int]) -> None:
+    def __init__(self, history: History, tokens: Sequence[int], known: GivenTokens = PLAIN) -> None:
         self._history = history
         self._tokens = tokens
+        self._known = known
         self.start = len(history)
         self.num_sampled = 0
         self._span = None if tokens else history.begin_sampled()
@@ -217,7 +252,7 @@ class GenerationRecord:
         """Take `events` over. Any event, or a backend that has grown, means that the tokens were taken in."""
         grown = backend_length is not None and backend_length > self.start
         if self._span is None and (events or grown):
-            self._history.give(self._tokens)
+            self._known.add_to(self._history, self._tokens)
             self._span = self._history.begin_sampled()
         for event in events:
             if isinstance(event, Sampled) and self._span:

@@ -22,7 +22,7 @@ from holdfast.errors import (
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from holdfast.metrics import Metrics
 from holdfast.sessions.capacity import SlabCapacity
-from holdfast.sessions.history import GenerationRecord
+from holdfast.sessions.history import PLAIN, GenerationRecord, GivenTokens
 from holdfast.sessions.journal.base import (
     Entry,
     HistoryRewound,
@@ -34,7 +34,7 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.ports import Backend, EventStream
 from holdfast.sessions.quotas import OwnerQuotas
-from holdfast.sessions.record import TurnRecord
+from holdfast.sessions.record import TurnRecord, View
 from holdfast.sessions.session import Session, opened
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,14 @@ class Claim:
 
         await self._carry_out(work(), conclude)
 
-    async def generate(self, params: SamplingParams, tokens: Sequence[int] = ()) -> AsyncGenerator[list[Event], None]:
+    async def generate(
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int] = (),
+        known: GivenTokens = PLAIN,
+        *,
+        view: View | None = None,
+    ) -> AsyncGenerator[list[Event], None]:
         """Append `tokens`, then sample. Yields batches of events; the last ends with Done, once all is on record.
 
         Close the generator to cancel; what was given and sampled until then stays.
@@ -256,11 +263,11 @@ class Claim:
         handle = await self.wake()
         clock, metrics = self._operations.clock, self._operations.metrics
         started = last = clock()
-        record = GenerationRecord(self.session.history, tokens)
+        record = GenerationRecord(self.session.history, tokens, known)
         stream: EventStream | None = None
         recording: asyncio.Task[None] | None = None
         try:
-            stream = self._backend.generate(handle, params, tokens)
+            stream = self._backend.generate(handle, params, tokens, view=view)
             await stream.__aenter__()
             async for batch in stream:
                 now = clock()
@@ -293,7 +300,9 @@ class Claim:
         if self.history_length > record.start:
             await self._record_since(record.start)
 
-    async def adopt(self, given: Sequence[int], sampled: Sequence[Sampled], stop_reason: StopReason) -> None:
+    async def adopt(
+        self, given: Sequence[int], sampled: Sequence[Sampled], stop_reason: StopReason, known: GivenTokens = PLAIN
+    ) -> None:
         """Take over a turn that was generated elsewhere: tokens that were given, then tokens that were sampled."""
         session, before = self.session, self.history_length
         tokens = [*given, *(token.token for token in sampled)]
@@ -301,7 +310,7 @@ class Claim:
 
         async def conclude(backend_length: int) -> None:
             if backend_length == before + len(tokens):
-                record = GenerationRecord(session.history, given)
+                record = GenerationRecord(session.history, given, known)
                 record.record(sampled, backend_length=backend_length)
                 record.end(stop_reason)
 

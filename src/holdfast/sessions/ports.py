@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from holdfast.generation import Done, Event, SamplingParams
-from holdfast.sessions.record import ByteRange
+from holdfast.sessions.record import ByteRange, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,12 @@ class Backend(Protocol):
     async def append(self, handle: int, tokens: Sequence[int]) -> Done:
         """The tokens are in the history once this has begun; cancelling only delays their computation."""
 
-    def generate(self, handle: int, params: SamplingParams, tokens: Sequence[int] = ()) -> EventStream:
-        """Append `tokens`, then sample. They are in the history once the stream was entered without an error."""
+    def generate(
+        self, handle: int, params: SamplingParams, tokens: Sequence[int] = (), *, view: View | None = None
+    ) -> EventStream:
+        """Append `tokens`, then sample. They are in the history once the stream was entered without an error.
+
+        `view`: what of the history an upstream's prompt is made of; None: all."""
 
     async def fork(self, handle: int) -> int: ...
 

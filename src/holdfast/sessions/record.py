@@ -35,6 +35,7 @@ _OPTIONAL = (
     "effort",
     "num_trimmed",
     "recalled",
+    "view",
 )  # of a turn's facts
 _JSON = ("messages", "reply", "root", "facts")
 
@@ -64,6 +65,21 @@ class Recalled:
     passages: tuple[tuple[int, int, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """The tokens of a path that a model sees when it goes on: the first `pinned` ones, and those from `start` on."""
+
+    pinned: _Count
+    start: _Count
+
+    @property
+    def num_hidden(self) -> int:
+        return max(0, self.start - self.pinned)
+
+    def of(self, tokens: list[int]) -> list[int]:
+        return tokens[: self.pinned] + tokens[max(self.pinned, self.start) :]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFacts:
     """What a trainer must know about a turn besides its tokens."""
@@ -83,6 +99,7 @@ class TurnFacts:
     weight_spans: tuple[tuple[str, int], ...] = ()  # versions and their numbers of sampled tokens, if several in a turn
     num_trimmed: int = 0  # sampled tokens at the end that are not in the history which the next turn goes on from
     recalled: Recalled | None = None
+    view: View | None = None  # what of the path the prompt was made of that an upstream got; None: all
     effort: Mapping[str, int | float] = field(default_factory=dict)  # what the reply took: counts and seconds, by name
 
 

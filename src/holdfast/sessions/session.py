@@ -146,9 +146,10 @@ class Session:
     def summary(self) -> SessionSummary:
         return SessionSummary(
             history_length=len(self.history),
-            given=self.count(SpanKind.GIVEN),
-            sampled=self.count(SpanKind.SAMPLED),
+            given=self.given,
+            sampled=self.history.count(SpanKind.SAMPLED),
             num_rewinds=self.num_rewinds,
+            num_recalled=self.num_recalled,
         )
 
     @property
@@ -159,9 +160,14 @@ class Session:
         """How many tokens have left a window that keeps the last `recent` ones."""
         return max(0, len(self.history) - self.sink - recent)
 
-    def count(self, kind: SpanKind) -> tuple[int, int]:
-        """How many spans of `kind` there are, and how many tokens in them."""
-        return self.history.count(kind)
+    @property
+    def given(self) -> tuple[int, int]:
+        """How many spans were not sampled, and how many tokens are in them."""
+        return self.history.count(SpanKind.GIVEN, SpanKind.RECALLED)
+
+    @property
+    def num_recalled(self) -> int:
+        return self.history.count(SpanKind.RECALLED)[1]
 
 
 def opened(session: Session, forked_from: ForkedFrom | None = None) -> SessionOpened:

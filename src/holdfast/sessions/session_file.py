@@ -122,12 +122,21 @@ def _flaws(session: PortableSession) -> Iterator[str]:
             yield f"the logprobs of turn {number} do not belong to its tokens"
         if not _is_finite(turn.reward):
             yield f"the reward of turn {number} is not a finite number"
-        if turn.num_control > _MAX_COUNT or not 0 <= turn.facts.num_trimmed <= len(turn.sampled):
-            yield f"turn {number} counts more control tokens, or tokens left out at its end, than a turn can have"
+        if not _counts_fit(turn):
+            yield f"turn {number} counts more control, recalled or left out tokens than it can have"
 
 
 def _is_sampled(tokens: "array[int]", *logprobs: "array[float]") -> bool:
     return all(len(part) == len(tokens) and all(map(math.isfinite, part)) for part in logprobs)
+
+
+def _counts_fit(turn: TurnRecord) -> bool:
+    quotes = turn.facts.recalled
+    return (
+        turn.num_control <= _MAX_COUNT
+        and 0 <= turn.facts.num_trimmed <= len(turn.sampled)
+        and (quotes is None or quotes.start + quotes.length <= len(turn.given))
+    )
 
 
 def _is_finite(value: float | None) -> bool:
@@ -193,7 +202,7 @@ class _Head(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Span(Struct, kw_only=True, forbid_unknown_fields=True):
-    kind: Literal["given", "sampled"]
+    kind: Literal["given", "recalled", "sampled"]
     tokens: bytes
     logprobs: bytes = b""
     sampling_logprobs: bytes = b""
@@ -289,7 +298,7 @@ def _head(session: PortableSession) -> _Head:
 
 def _packed_span(span: Span) -> _Span:
     if isinstance(span, TokensGiven):
-        return _Span(kind="given", tokens=packed(span.tokens))
+        return _Span(kind="recalled" if span.is_recalled else "given", tokens=packed(span.tokens))
     fields: dict[str, Any] = {
         "kind": "sampled",
         "tokens": packed(span.tokens),
@@ -378,8 +387,8 @@ def _session(sections: list[tuple[bytes, memoryview]]) -> tuple[PortableSession,
 def _span(content: memoryview, session_id: str) -> Span:
     span = _decoded(content, _VersionedSpan)
     tokens = tokens_of(span.tokens)
-    if span.kind == "given":
-        return TokensGiven(session_id, tokens)
+    if span.kind != "sampled":
+        return TokensGiven(session_id, tokens, is_recalled=span.kind == "recalled")
     reason = span.stop_reason.value if span.stop_reason else None
     logprobs = floats_of(span.logprobs), floats_of(span.sampling_logprobs)
     return TokensSampled(session_id, tokens, *logprobs, reason, span.weight_version)

@@ -1,9 +1,9 @@
 """The state of sessions as both endpoints report it: one session, a page of a list, and the gauges of all."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from prometheus_client import Gauge
 
@@ -45,6 +45,7 @@ class SessionView:
     idle_s: float
     given: tuple[int, int]  # spans, tokens
     sampled: tuple[int, int]
+    num_recalled: int  # tokens among the given ones that are quotes
     failure: str
     rewind_count: int
     recomputed_tokens: int  # when it was woken last
@@ -82,8 +83,9 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         inv1_violations=session.inv1_violations + backend.inv1_violations,
         inv2_violations=backend.inv2_violations,
         idle_s=session.idle_s,
-        given=session.count(SpanKind.GIVEN),
-        sampled=session.count(SpanKind.SAMPLED),
+        given=session.given,
+        sampled=session.history.count(SpanKind.SAMPLED),
+        num_recalled=session.num_recalled,
         failure=failure,
         rewind_count=session.num_rewinds,
         recomputed_tokens=session.recomputed_tokens,
@@ -113,10 +115,30 @@ def resting_view(opened: SessionOpened, summary: SessionSummary, recent: int, id
         idle_s=idle_s,
         given=summary.given,
         sampled=summary.sampled,
+        num_recalled=summary.num_recalled,
         failure="",
         rewind_count=summary.num_rewinds,
         recomputed_tokens=0,
     )
+
+
+class FoundPassage(NamedTuple):
+    """A passage of a session's history, among the tokens from `start` to `end`, that a search has found."""
+
+    turn: int
+    role: str
+    text: str
+    start: int
+    end: int
+    score: float
+
+
+class Search(Protocol):
+    async def __call__(
+        self, session_id: str, owner: str, query: str | Sequence[int], *, limit: int, in_view: bool
+    ) -> list[FoundPassage]:
+        """The passages of the owner's session that a text, or the text of tokens, is most about, the best first.
+        `in_view`: also those that the model sees anyway."""
 
 
 class Page(NamedTuple):

@@ -271,8 +271,11 @@ class TokenClient(ClusterClient):
         try:
             await super().run()
         finally:
-            for sdk in self._sdks.values():
-                await sdk.close()
+            await self._close_all()
+
+    async def _close_all(self) -> None:
+        while self._sdks:
+            await self._sdks.popitem()[1].close()
 
     async def _open(self, member: MemberAddress) -> str:
         async with self._calling(member) as sdk:
@@ -342,7 +345,8 @@ class TokenClient(ClusterClient):
 
     @asynccontextmanager
     async def _calling(self, member: MemberAddress) -> "AsyncIterator[AsyncClient]":
-        """The client of a member. One that could not be reached is made anew: gRPC waits longer each time."""
+        """The client of a member. After a failure all are made anew: a channel whose connection broke, perhaps long
+        ago, may fail at once though its member is back."""
         from holdfast_sdk import AsyncClient
         from holdfast_sdk import HoldfastError as SdkError
 
@@ -355,10 +359,9 @@ class TokenClient(ClusterClient):
                 raise _HistoryMoved from exc
             status = exc.grpc_status.name if exc.grpc_status else ""
             is_worth_it = exc.code in _RETRIED_CODES or status in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
-            if status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            if status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
                 self._avoid(member, _SILENT_S if status == "DEADLINE_EXCEEDED" else _AVOIDED_S)
-            if exc.code in ("connection_failed", "deadline_exceeded", "unknown"):
-                await self._sdks.pop(member.grpc).close()
+                await self._close_all()
             received = "".join(getattr(exc, "__notes__", ()))
             raise TurnFailed(f"{status} {exc.code}", is_final=not is_worth_it, received=received) from exc
 

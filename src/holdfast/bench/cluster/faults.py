@@ -32,12 +32,12 @@ class PlannedFault:
     waits: bool
 
 
-def plan_faults(num: int, num_members: int, seed: int) -> list[PlannedFault]:
+def plan_faults(num: int, num_members: int, seed: int, kinds: Sequence[FaultKind] = KINDS) -> list[PlannedFault]:
     """Every kind equally often, in an order of its own for each seed. Pure."""
     chance = random.Random(seed)
     planned: list[PlannedFault] = []
     while len(planned) < num:
-        for kind in chance.sample(KINDS, len(KINDS)):
+        for kind in chance.sample(kinds, len(kinds)):
             # A pause always outlasts the lease; the others do sometimes.
             lasts = chance.uniform(1.1 if kind == "pause" else 0.05, 1 + _LONGER)
             waits = chance.random() >= _OVERLAPPING_SHARE

@@ -36,14 +36,14 @@ import msgspec
 import numpy as np
 
 from holdfast.chats.samples.certificate import certify
-from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, response_start
+from holdfast.chats.samples.loss_mask import Kept, branches, cut, loss_mask, masked, parts, response_start
 from holdfast.chats.samples.payloads import ResponseOf, no_response, rows_of
 from holdfast.chats.samples.sample import EmptyReason, Export, Logprobs, Sample, Status, TurnSpan, totals
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument, SamplesUnusable
 from holdfast.generation import Sampled, StopReason, weight_spans
 from holdfast.sessions.history import SpanKind, SpanPiece
-from holdfast.sessions.record import TemplateInputs, TurnFacts
+from holdfast.sessions.record import Recalled, TemplateInputs, TurnFacts, View
 
 Detokenize = Callable[[list[int]], str]
 _STATUS = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED, "": Status.ABORTED}
@@ -100,7 +100,8 @@ def assemble(
     detokenize: Detokenize | None = None,
     response_of: ResponseOf = no_response,
 ) -> Export:
-    """The samples of a tree's tip, or of all its branches, each with its certificate.
+    """The samples of a tree's tip, or of all its branches, each with its certificate. A branch of which an upstream got
+    one view after the other is one sample for each: the given tokens of its first turn are the whole prompt.
 
     `detokenize` makes the text of each response, `response_of` has its bytes, in which heavy payloads lie. Raises
     SamplesUnusable where the record itself stands in the way.
@@ -110,13 +111,13 @@ def assemble(
     summary = _plain(session.summary, "session_metadata")
     seen: set[int] = set()
     samples = []
-    for path in paths:
-        kept = cut(path, options.max_seq_len)
+    for part in (part for path in paths for part in parts(path)):
+        kept = cut(part, options.max_seq_len)
         if kept is None or kept.nodes[-1].number in seen:  # cut down to what an earlier branch has
             continue
         turns = _turns(kept, seen, options.min_weight_version)
         seen |= {node.number for node in kept.nodes}
-        left_out = len(path) - len(kept.nodes)
+        left_out = len(part) - len(kept.nodes)
         samples.append(
             _sample(
                 kept,
@@ -141,7 +142,7 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
     for node, after in zip_longest(kept.nodes, kept.nodes[1:]):
         is_cut = kept.is_cut and after is None
         num_sampled = _num_sampled(node, after) if after else kept.last_sampled
-        sampled_start = node.end - node.turn.num_lasting
+        sampled_start = node.end - node.turn.num_lasting - kept.view.num_hidden
         turns.append(
             TurnSpan(
                 number=node.number,
@@ -157,9 +158,16 @@ def _turns(kept: Kept, seen: set[int], min_weight_version: int | None) -> tuple[
                 reward=_reward(node.turn.reward),
                 weight_spans=_first(node.turn.facts.weight_spans, num_sampled),
                 effort=dict(node.turn.facts.effort),
+                recalled=_recalled(node, kept.view),
             )
         )
     return tuple(turns)
+
+
+def _recalled(node: Node, view: View) -> tuple[int, ...]:
+    """Where in a sample the quotes among a turn's given tokens begin, and how many tokens they have."""
+    recalled = node.turn.facts.recalled
+    return (node.start + recalled.start - view.num_hidden, recalled.length) if recalled else ()
 
 
 def _num_sampled(node: Node, after: Node) -> int:
@@ -191,9 +199,7 @@ def _sample(
     response_of: ResponseOf,
 ) -> Sample:
     nodes, num_tokens, start = kept.nodes, turns[-1].end, response_start(turns)
-    last = nodes[-1].turn
-    parts = [*(node.tokens() for node in nodes), last.sampled[last.num_lasting :]]
-    tokens = np.concatenate([np.asarray(part, np.int64) for part in parts])
+    tokens = np.array(kept.view.of(nodes[-1].ids_as_sampled()), np.int64)
     trained = [_logprobs(node)[0] if turn.num_trained else None for node, turn in zip(nodes, turns, strict=True)]
     has_both = all(_is_whole(node, node.turn.sampling_logprobs) for node in nodes)
     rewards = [turn.reward for turn in turns if turn.reward is not None]
@@ -220,7 +226,7 @@ def _sample(
         )
     )
     effort = totals(sample)
-    own = _place(nodes, session) | ({"effort": effort} if effort else {})
+    own = _place(nodes, session) | ({"effort": effort} if effort else {}) | _seen(kept)
     named = {"holdfast": own} if own else {}
     return replace(sample, metadata=_plain({**session.metadata, **named, **options.metadata}, "metadata"))
 
@@ -239,6 +245,16 @@ def _place(nodes: Sequence[Node], session: SessionFacts) -> dict[str, Any]:
     agent = {name: value for node in nodes for name, value in node.turn.facts.agent.items()}
     parents = [node.turn.parent for node in nodes]
     return {"root": nodes[0].number, "parents": parents, "edited_turns": edited, "agent": agent}
+
+
+def _seen(kept: Kept) -> dict[str, Any]:
+    """What of the branch its prompts were made of, where that is not all; and where in the sample there are quotes of
+    earlier passages: the turn, the first token, the number of tokens."""
+    view = kept.view
+    nodes = [node for node in kept.nodes[-1].path() if node.end > view.start]
+    recalled = [(node.number, *_recalled(node, view)) for node in nodes if node.turn.facts.recalled]
+    found: dict[str, Any] = {"view": {"pinned": view.pinned, "start": view.start}} if view.num_hidden else {}
+    return found | ({"recalled": recalled} if recalled else {})
 
 
 def _spread(turns: tuple[TurnSpan, ...], values: "Sequence[array[float] | None]") -> Logprobs:
@@ -292,6 +308,10 @@ def _with_weights(facts: TurnFacts, sampled: Sequence[Sampled]) -> TurnFacts:
     return replace(facts, weight_versions=(spans[0][0], spans[-1][0]), weight_spans=spans if len(spans) > 1 else ())
 
 
+def _with_quotes(facts: TurnFacts, places: Sequence[int]) -> TurnFacts:
+    return replace(facts, recalled=Recalled(start=places[0], length=len(places))) if places else facts
+
+
 def from_spans(
     pieces: Iterable[SpanPiece],
     options: Options | None = None,
@@ -306,6 +326,7 @@ def from_spans(
     """
     tree = Tree()
     given: list[int] = []
+    quotes: list[int] = []  # their places among the given
     sampled: list[Sampled] = []
 
     def end_turn(stop_reason: StopReason | None) -> None:
@@ -318,14 +339,19 @@ def from_spans(
                 given=given,
                 sampled=sampled,
                 finish_reason=_FINISH[stop_reason],
-                facts=_with_weights(facts or TurnFacts(logprob_kind="raw"), sampled),
+                facts=_with_weights(_with_quotes(facts or TurnFacts(logprob_kind="raw"), quotes), sampled),
             )
             given.clear()
+            quotes.clear()
             sampled.clear()
 
     for piece in pieces:
-        if piece.kind is SpanKind.GIVEN:
+        if piece.kind is not SpanKind.SAMPLED:
             end_turn(None)
+            if piece.kind is SpanKind.RECALLED:
+                if quotes and quotes[-1] + 1 < len(given):  # of a turn before, which has no reply
+                    quotes.clear()
+                quotes.extend(range(len(given), len(given) + len(piece.tokens)))
             given.extend(piece.tokens)
             continue
         for token, logprob, sampling in zip(piece.tokens, piece.logprobs, piece.sampling_logprobs, strict=True):

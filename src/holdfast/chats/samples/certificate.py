@@ -19,7 +19,7 @@ from holdfast.chats.samples.sample import RECORDED, Certificate, Export, Sample,
 VERSION = 1
 _PAYLOADS = (*RECORDED, "rollout_routed_experts", "rollout_indexer_topk")
 _ROUNDING = 1e-3  # how far above 0 rounding may put a logprob
-_LATER = ("weight_spans", "effort")
+_LATER = ("weight_spans", "effort", "recalled")
 _FIRST = b"holdfast.samples.1"
 
 

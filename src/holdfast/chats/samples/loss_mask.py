@@ -1,5 +1,6 @@
 """Which turns a sample contains, which of them are trained, and the loss mask."""
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -7,15 +8,22 @@ import numpy as np
 
 from holdfast.chats.samples.sample import Mask, Masked, TurnSpan, version_number
 from holdfast.chats.tree import Node, Tree
+from holdfast.chats.view import WHOLE
 from holdfast.errors import SamplesUnusable
+from holdfast.sessions.record import View
 
 
 class Kept(NamedTuple):
-    """The turns of a branch that a sample may hold, from the first on. `last_sampled`: how much of the last one."""
+    """Turns of a branch, one after the other, that a sample may hold. `last_sampled`: how much of the last one."""
 
     nodes: list[Node]
     last_sampled: int
     is_cut: bool  # the last turn is not whole
+
+    @property
+    def view(self) -> View:
+        """What of the branch the prompts of all these turns were made of."""
+        return view_of(self.nodes[0])
 
 
 def branches(tree: Tree) -> list[list[Node]]:
@@ -27,19 +35,31 @@ def branches(tree: Tree) -> list[list[Node]]:
     return sorted(paths, key=lambda path: [node.number for node in path])
 
 
+def view_of(node: Node) -> View:
+    return node.turn.facts.view or WHOLE
+
+
+def parts(path: Sequence[Node]) -> list[list[Node]]:
+    """The turns of a branch whose prompts extend each other: all of them, unless an upstream got a view that changed.
+    Each part is a sample."""
+    return [list(nodes) for _, nodes in itertools.groupby(path, view_of)]
+
+
 def cut(path: Sequence[Node], max_seq_len: int | None) -> Kept | None:
-    """What of a branch fits into `max_seq_len` tokens; None where nothing sampled does.
+    """What of a part of a branch fits into `max_seq_len` tokens; None where nothing sampled does.
 
     A turn that crosses the limit is left out whole, so what a turn says of its end stays true. Only where nothing
     sampled would be left is the first turn that has any shortened, and then it says that it ended by length.
     """
-    whole = [node for node in path if max_seq_len is None or node.end + node.turn.facts.num_trimmed <= max_seq_len]
+    hidden = view_of(path[0]).num_hidden if path else 0
+    limit = None if max_seq_len is None else max_seq_len + hidden
+    whole = [node for node in path if limit is None or node.end + node.turn.facts.num_trimmed <= limit]
     if any(node.turn.sampled for node in whole):
         return Kept(whole, len(whole[-1].turn.sampled), False)
-    if max_seq_len is None or len(whole) == len(path):
+    if limit is None or len(whole) == len(path):
         return None
     crossing = path[len(whole)]
-    room = max_seq_len - (crossing.end - crossing.turn.num_lasting)
+    room = limit - (crossing.end - crossing.turn.num_lasting)
     return Kept([*whole, crossing], room, True) if room > 0 and crossing.turn.sampled else None
 
 

@@ -39,7 +39,7 @@ def mismatches(tip: Node, chat: ChatModel) -> list[dict[str, Any]]:
     except (InvalidArgument, ContextTooLong) as exc:
         return [_finding("not_rendered", -1, detail=str(exc))]
     expected = list(_segments(((token, False) for token in rendered), chat.tokenizer))
-    actual = list(_segments([*_history(tip), *((token, False) for token in tail)], chat.tokenizer))
+    actual = list(_segments([*plain_history(tip), *((token, False) for token in tail)], chat.tokenizer))
     if [part.is_control for part in expected] != [part.is_control for part in actual]:
         detail = f"{len(expected)} control tokens and texts are rendered, {len(actual)} are on record"
         shapes = (" ".join(part.text if part.is_control else "..." for part in parts) for parts in (expected, actual))
@@ -52,10 +52,13 @@ def mismatches(tip: Node, chat: ChatModel) -> list[dict[str, Any]]:
     return found
 
 
-def _history(tip: Node) -> Iterator[tuple[int, bool]]:
-    """Every token, and whether it was sampled."""
+def plain_history(tip: Node) -> Iterator[tuple[int, bool]]:
+    """Every token but those of quotes, which no message has, and whether it was sampled."""
     for node in tip.path():
-        yield from ((token, False) for token in node.turn.given)
+        given, recalled = node.turn.given, node.turn.facts.recalled
+        if recalled is not None:
+            given = given[: recalled.start] + given[recalled.start + recalled.length :]
+        yield from ((token, False) for token in given)
         yield from ((token, True) for token in node.turn.sampled[: node.turn.num_lasting])
 
 

@@ -50,7 +50,7 @@ def rows_of(
         text = _text(node, field, response_of)
         if text is None:
             continue
-        last = node.end + node.turn.facts.num_trimmed - 1
+        last = _last(node)
         rows = _shaped(_values(text, node, field), row_shape, node, field, wanted=shape)
         start = last - len(rows)
         if not 0 <= start <= covered:
@@ -71,6 +71,12 @@ def rows_of(
     for piece in pieces:  # each reaches further than those before and replaces what they said from its start on
         merged[piece.start : piece.start + len(piece.rows)] = piece.rows[: max(0, num_tokens - 1 - piece.start)]
     return merged
+
+
+def _last(node: Node) -> int:
+    """The position of the turn's last token among those that were computed for it."""
+    view = node.turn.facts.view
+    return node.end + node.turn.facts.num_trimmed - (view.num_hidden if view else 0) - 1
 
 
 def _text(node: Node, field: Field, response_of: ResponseOf) -> str | None:
@@ -98,7 +104,7 @@ def _shaped(
         if shape is not None and values.shape[1:] != shape:
             raise _unusable(node, field, f"has rows of shape {list(values.shape[1:])}, earlier turns {list(shape)}")
         return values
-    last = node.end + node.turn.facts.num_trimmed - 1
+    last = _last(node)
     width = int(np.prod(shape)) if shape is not None else values.size // max(1, last)
     num_rows = values.size // width if width else 0
     if num_rows * width != values.size or (shape is None and num_rows != (last if width else 0)):

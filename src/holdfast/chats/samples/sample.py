@@ -47,7 +47,8 @@ class TurnSpan:
     `finish_reason` is that of the whole turn; one that max_seq_len cut short (`is_cut`) has `length`.
     `logprob_kind` is that of this turn's `rollout_log_probs`. `weight_versions`: when it began and when it ended;
     `weight_spans`: each version and its number of sampled tokens, where several are known to have sampled the turn.
-    `effort`: what the reply took, counts and seconds by name.
+    `effort`: what the reply took, counts and seconds by name. `recalled`: where the quotes of earlier passages begin
+    among its given tokens, and how many tokens they have.
     """
 
     number: int
@@ -63,6 +64,7 @@ class TurnSpan:
     reward: float | None = None
     weight_spans: tuple[tuple[str, int], ...] = ()
     effort: Mapping[str, int | float] = field(default_factory=dict)
+    recalled: tuple[int, ...] = ()
 
     @property
     def versions(self) -> list[str]:

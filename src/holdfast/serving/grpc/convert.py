@@ -10,7 +10,7 @@ from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.history import SpanKind, SpanPiece
 from holdfast.sessions.limits import check_biases, check_ids
 from holdfast.sessions.ports import ModelInfo
-from holdfast.sessions.view import SessionState, SessionView
+from holdfast.sessions.view import FoundPassage, SessionState, SessionView
 
 _STOP_REASONS = {
     None: pb.STOP_REASON_UNSPECIFIED,
@@ -24,7 +24,11 @@ _STATES = {
     SessionState.PARKED: pb.SESSION_STATE_PARKED,
     SessionState.FAILED: pb.SESSION_STATE_FAILED,
 }
-_KINDS = {SpanKind.GIVEN: pb.SPAN_KIND_GIVEN, SpanKind.SAMPLED: pb.SPAN_KIND_SAMPLED}
+_KINDS = {
+    SpanKind.GIVEN: pb.SPAN_KIND_GIVEN,
+    SpanKind.SAMPLED: pb.SPAN_KIND_SAMPLED,
+    SpanKind.RECALLED: pb.SPAN_KIND_RECALLED,
+}
 
 _OPTIONAL = (
     "temperature",
@@ -165,6 +169,17 @@ def history_chunk(piece: SpanPiece) -> pb.HistoryChunk:
         sampling_logprobs=piece.sampling_logprobs,
         stop_reason=_STOP_REASONS[piece.stop_reason],
         weight_version=piece.weight_version,
+    )
+
+
+def passage(found: FoundPassage) -> pb.Passage:
+    return pb.Passage(
+        turn=found.turn,
+        role=found.role,
+        text=found.text,
+        from_position=found.start,
+        to_position=found.end,
+        score=found.score,
     )
 
 

@@ -24,6 +24,7 @@ from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
+from holdfast.sessions.view import Search
 
 SERVICE: str = runtime_pb2.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 _MAX_REQUEST_BYTES = 64 * 1024 * 1024
@@ -68,6 +69,7 @@ def create_server(
     *,
     cluster: Cluster | None = None,
     describe: Describe | None = None,
+    search: Search | None = None,
 ) -> GrpcServer:
     """Binds at once; a port that is taken is a ConfigError."""
     options = [
@@ -90,7 +92,9 @@ def create_server(
         forwarder=forwarder,
     )
     server = grpc.aio.server(interceptors=[guard], options=options)
-    service = RuntimeService(runtime, transfers, admission, max_session_mb=config.max_session_mb, describe=describe)
+    service = RuntimeService(
+        runtime, transfers, admission, max_session_mb=config.max_session_mb, describe=describe, search=search
+    )
     rpc.add_RuntimeServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

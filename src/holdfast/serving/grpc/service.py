@@ -17,11 +17,12 @@ from holdfast.sessions.limits import check_ids, check_label, check_metadata
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import pieces
 from holdfast.sessions.transfers import Transfers
-from holdfast.sessions.view import checked_page_size, page_start
+from holdfast.sessions.view import Search, checked_page_size, page_start
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
 
 _PAGE = 100
+_RESULTS = 8
 _MB = 1024 * 1024
 
 
@@ -36,12 +37,14 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         *,
         max_session_mb: int = 1024,
         describe: Describe | None = None,
+        search: Search | None = None,
     ) -> None:
         self._runtime = runtime
         self._admission = admission or Admission(runtime.capacity, max_queue=0, max_wait_s=0, metrics=runtime.metrics)
         self._transfers = transfers or Transfers(runtime)
         self._max_session_mb = max_session_mb
         self._describe = describe
+        self._search = search
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         check_label("client_label", request.client_label)
@@ -158,6 +161,20 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         )
         for piece in pieces:
             yield convert.history_chunk(piece)
+
+    async def SearchHistory(self, request: pb.SearchHistoryRequest, context: Context) -> pb.SearchHistoryResponse:
+        if self._search is None:
+            raise Unimplemented("this server has no tokenizer for its model, which searching needs")
+        if bool(request.query) == bool(request.query_token_ids):
+            raise InvalidArgument("give query or query_token_ids, and not both")
+        found = await self._search(
+            request.session_id,
+            current_owner.get(),
+            request.query or list(request.query_token_ids),
+            limit=request.limit or _RESULTS,
+            in_view=request.include_in_view,
+        )
+        return pb.SearchHistoryResponse(passages=map(convert.passage, found))
 
     async def ExportSession(self, request: pb.ExportSessionRequest, context: Context) -> AsyncIterator[pb.SessionChunk]:
         owner = current_owner.get()

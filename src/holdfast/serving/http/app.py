@@ -33,6 +33,7 @@ from holdfast.serving.http.routes_weights import load_weights
 from holdfast.serving.keys import Keys
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
+from holdfast.sessions.view import Search
 
 
 def create_app(
@@ -46,6 +47,7 @@ def create_app(
     not_ready: Callable[[], str | None] = lambda: None,
     cluster: Cluster | None = None,
     describe: Describe | None = None,
+    search: Search | None = None,
 ) -> HttpMiddleware:
     """Health and metrics, and where there are `chats` the whole API."""
     health = HealthRoutes(runtime.metrics, not_ready)
@@ -60,7 +62,7 @@ def create_app(
     if describe is not None:
         routes.append(Route("/cluster", ClusterRoutes(describe).cluster))
     if chats is not None:
-        routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream, cluster)
+        routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream, cluster, search=search)
     carrying = [Middleware(CarriedHeaders)] if upstream else []
     router = Router(routes, default=_not_found, redirect_slashes=False, middleware=carrying)
     return HttpMiddleware(router, config, keys or Keys(), runtime.metrics, cluster)
@@ -86,6 +88,8 @@ def _chat_routes(
     config: ServeConfig,
     upstream: Upstream | None,
     cluster: Cluster | None,
+    *,
+    search: Search | None,
 ) -> list[Route]:
     setup = chats.setup
     runtime = setup.runtime
@@ -123,7 +127,7 @@ def _chat_routes(
         *_session_routes(
             sessions.create if cluster is None else _where_there_is_room(sessions.create, cluster),
             sessions,
-            DataRoutes(runtime, chats, transfers, config=config),
+            DataRoutes(runtime, chats, transfers, config=config, search=search),
         ),
         *_control_routes(chats),
         *rest,
@@ -208,6 +212,7 @@ def _session_routes(create: Endpoint, sessions: SessionRoutes, data: DataRoutes)
         Route(f"{_SESSION}/fork", sessions.fork, methods=["POST"]),
         Route(f"{_SESSION}/export", data.export),
         Route(f"{_SESSION}/samples", data.samples, methods=["POST"]),
+        Route(f"{_SESSION}/search", data.search),
         Route(f"{_SESSION}/reward", sessions.reward, methods=["POST"]),
     ]
 

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast import __version__
+from holdfast.chats.search import MAX_RESULTS
 from holdfast.serving.http.descriptions import describe
 from holdfast.serving.http.schema import (
     ChatCompletion,
@@ -49,6 +50,11 @@ _SHOWN = [
     _parameter("branches", "`all`: turns of every branch; default: of the latest one"),
     _parameter("payloads", "`false`: leave out routed experts and other large payloads"),
     _parameter("records", "`false`: only the shape of the tree, without messages and records"),
+]
+_SEARCHED = [
+    _parameter("query", "What to look for", minLength=1) | {"required": True},
+    _parameter("limit", "Most passages in the answer; default: 8", type="integer", minimum=1, maximum=MAX_RESULTS),
+    _parameter("in_view", "`true`: also passages that the model sees anyway", type="boolean", default=False),
 ]
 _PAUSED = [_parameter("mode", "Running turns may end (`wait`), or not (`abort`)", enum=["wait", "abort"])]
 _NEW_WEIGHTS = [
@@ -190,6 +196,8 @@ def _session_paths() -> dict[str, Any]:
         | {"post": _operation("Set the reward of the session or of one turn", body=Reward)},
         "/sessions/{session_id}/samples": one
         | {"post": _operation("Samples for training", body=SamplesRequest, optional=True)},
+        "/sessions/{session_id}/search": one
+        | {"get": _operation("Passages that a text is about, the best first") | {"parameters": _SEARCHED}},
         "/sessions/{session_id}/v1/models": one | {"get": _operation("List of models: the one that is served")},
         "/sessions/{session_id}/v1/models/{model}": {
             "parameters": [_SESSION, _MODEL],

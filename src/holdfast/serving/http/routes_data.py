@@ -1,10 +1,11 @@
-"""Routes for data: samples, session files, and the purge of closed sessions."""
+"""Routes for data: samples, search, session files, and the purge of closed sessions."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -21,15 +22,25 @@ from holdfast.sessions.journal.base import closed_sessions, purge
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import pieces
 from holdfast.sessions.transfers import Transfers
+from holdfast.sessions.view import Search
 
 _DAY_S = 86_400
 
 
 class DataRoutes:
-    def __init__(self, runtime: Runtime, chats: ChatService, transfers: Transfers, *, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        chats: ChatService,
+        transfers: Transfers,
+        *,
+        config: ServeConfig,
+        search: Search | None = None,
+    ) -> None:
         self._runtime = runtime
         self._chats = chats
         self._transfers = transfers
+        self._search = search
         self._retain_days = config.retain_days
         self._weight_versions = config.sample_weight_versions
 
@@ -50,10 +61,37 @@ class DataRoutes:
         content = await asyncio.to_thread(lambda: encode(export(), form))
         return Response(content, media_type=CONTENT_TYPES[form])
 
+    async def search(self, request: Request) -> Response:
+        if self._search is None:
+            raise HTTPException(404)
+        query = request.query_params
+        limit = query.get("limit", "8")
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 10):
+            raise InvalidArgument(f"limit must be a number, got {limit!r}", param="limit")
+        found = await self._search(
+            request.path_params["session_id"],
+            owner_of(request),
+            query.get("query", ""),
+            limit=int(limit),
+            in_view=_flag(request, "in_view", "false"),
+        )
+        passages = [
+            {
+                "turn": one.turn,
+                "role": one.role,
+                "text": one.text,
+                "from_position": one.start,
+                "to_position": one.end,
+                "score": one.score,
+            }
+            for one in found
+        ]
+        return JSONResponse({"object": "list", "data": passages})
+
     async def export(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)
         parts = await self._transfers.export(
-            session_id, owner, with_snapshot=_wants_snapshot(request), is_admin=is_admin(owner)
+            session_id, owner, with_snapshot=_flag(request, "snapshot", "true"), is_admin=is_admin(owner)
         )
 
         async def content() -> AsyncIterator[bytes]:
@@ -106,8 +144,8 @@ class DataRoutes:
         return time.time() - self._retain_days * _DAY_S if self._retain_days else 0.0
 
 
-def _wants_snapshot(request: Request) -> bool:
-    value = request.query_params.get("snapshot", "true")
+def _flag(request: Request, name: str, default: str) -> bool:
+    value = request.query_params.get(name, default)
     if value not in ("true", "false"):
-        raise InvalidArgument(f"snapshot must be true or false, got {value!r}", param="snapshot")
+        raise InvalidArgument(f"{name} must be true or false, got {value!r}", param=name)
     return value == "true"

@@ -204,11 +204,12 @@ METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """The server that generates instead of our engine, and which of its paths are open. `relays_chats`: its replies are
-    passed on as they are; otherwise they are made here, of its tokens."""
+    passed on as they are; otherwise they are made here, of its tokens. `context_budget`: of prompts, in tokens."""
 
     chat: ChatUpstream
     routes: Routes
     relays_chats: bool = True
+    context_budget: int = 0
 
 
 class UpstreamRoutes:

@@ -3,15 +3,17 @@
 import asyncio
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from holdfast.chat.chat_model import ChatModel
 from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chats.samples.mismatch import plain_history
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node, Tree
+from holdfast.chats.view import shown_messages
 from holdfast.errors import InvalidArgument
 from holdfast.sessions.journal.base import Journal, with_bodies
 from holdfast.sessions.record import TurnRecord
@@ -39,6 +41,7 @@ def session_json(view: SessionView) -> dict[str, Any]:
         "idle_seconds": view.idle_s,
         "recomputed_tokens": view.recomputed_tokens,
         "failure": view.failure or None,
+        **({"recalled_tokens": view.num_recalled} if view.num_recalled else {}),
     }
 
 
@@ -68,6 +71,8 @@ async def trajectory_json(
         "branches": trajectory.num_branches,
         "reward": trajectory.reward,
     }
+    if sent := tip.turn.facts.view:  # of which the session's own window knows nothing
+        facts |= {"dropped_tokens": sent.num_hidden, "dropped_range": [sent.pinned, sent.start]}
     if trajectory.is_forest:
         facts |= {"history": "forest", "conversations": _conversations(trajectory.tree)}
     num_control = sum(node.turn.num_control for node in nodes)
@@ -148,12 +153,14 @@ def _opening(node: Node) -> str:
 def _record_json(node: Node, turn: TurnRecord, *, with_payloads: bool = True) -> dict[str, Any]:
     """A turn's record with its whole prompt; `turn` is the node's, with its bodies. The response is not parsed."""
     assert node.parent is not None
-    reply = turn.response or b""
+    reply, view = turn.response or b"", turn.facts.view
     request = msgspec.json.decode(turn.request or b"{}")
     if "messages" in request:
-        request["messages"] = [*node.parent.spoken(), *request["messages"]]
+        spoken = list(node.parent.spoken())
+        request["messages"] = [*(spoken[index] for index in shown_messages(node.parent, view)), *request["messages"]]
     if with_payloads:
-        request["input_ids"] = node.parent.ids() + list(turn.given)
+        ids = node.parent.ids() + list(turn.given)
+        request["input_ids"] = view.of(ids) if view else ids
     response: Any = msgspec.Raw(reply)
     if not with_payloads and any(name.encode() in reply for name in HEAVY):
         response = _without(msgspec.json.decode(reply), HEAVY)
@@ -186,10 +193,12 @@ def _mismatch(tip: Node, chat: ChatModel) -> dict[str, Any] | None:
         return None
     root, at = (first := tip.path()[0].turn).root, first.facts.started_at
     tools, variables = msgspec.json.decode(root.tools), msgspec.json.decode(root.variables)
-    tokenizer, ids, messages = chat.tokenizer, tip.ids(), list(tip.spoken())
+    tokenizer, history, messages = chat.tokenizer, [*plain_history(tip)], list(tip.spoken())
+    ids = [token for token, _ in history]
     try:
         if not tokenizer.is_byte_level:  # the bytes of a token depend on its neighbours
-            return _tokens_differ(0, ids, chat.continuation.first(messages, tools, variables, at=at).ids, tokenizer)
+            whole = chat.continuation.first(messages, tools, variables, at=at).ids
+            return _tokens_differ(0, ids, whole, tip, tokenizer)
         rendered = chat.continuation.whole_text(messages, tools, variables, at=at).encode(errors="replace")
     except InvalidArgument as exc:
         return {"reason": str(exc)}
@@ -203,36 +212,46 @@ def _mismatch(tip: Node, chat: ChatModel) -> dict[str, Any] | None:
         start = next((at + 1 for at in range(position - 1, -1, -1) if tokenizer.is_control(ids[at])), 0)
         start = max(start, position - _MAX_AGAIN)
         text = rendered[ends[start - 1] if start else 0 : same + _MAX_AGAIN].decode(errors="ignore")
-        return _tokens_differ(start, ids, ids[:start] + tokenizer.encode(text), tokenizer)
-    for start, run in _sampled_runs(tip, tokenizer.is_control):
+        return _tokens_differ(start, ids, ids[:start] + tokenizer.encode(text), tip, tokenizer)
+    for start, run in _sampled_runs(history, tokenizer.is_control):
         if (again := tokenizer.encode_plain(tokenizer.decode(run))) != run:
-            return _tokens_differ(start, ids, ids[:start] + again + ids[start + len(run) :], tokenizer)
+            return _tokens_differ(start, ids, ids[:start] + again + ids[start + len(run) :], tip, tokenizer)
     return None
 
 
-def _tokens_differ(start: int, stored: list[int], rendered: list[int], tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The first difference at or after `start`."""
+def _tokens_differ(
+    start: int, stored: list[int], rendered: list[int], tip: Node, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    """The first difference at or after `start`. Its position is that in the history up to `tip`."""
     for index in range(start, min(len(stored), len(rendered))):
         if stored[index] != rendered[index]:
             around = slice(max(0, index - 8), index + 8)
             one, other = tokenizer.decode(stored[around]), tokenizer.decode(rendered[around])
-            return {"position": index, "stored": one, "rendered": other}
+            return {"position": _with_quotes(index, tip), "stored": one, "rendered": other}
     return None
 
 
-def _sampled_runs(tip: Node, is_control: Callable[[int], bool]) -> Iterator[tuple[int, list[int]]]:
+def _with_quotes(position: int, tip: Node) -> int:
+    """Where a token of the history without quotes stands in the history."""
+    for node in tip.path():
+        quotes = node.turn.facts.recalled
+        position += quotes.length if quotes and node.start + quotes.start <= position else 0
+    return position
+
+
+def _sampled_runs(
+    history: Iterable[tuple[int, bool]], is_control: Callable[[int], bool]
+) -> Iterator[tuple[int, list[int]]]:
     """Every run of tokens without a control token in which some were sampled, and where it starts."""
     run, start, has_sampled = list[int](), 0, False
-    for node in tip.path():
-        for part, is_sampled in ((node.turn.given, False), (node.turn.sampled[: node.turn.num_lasting], True)):
-            for token in part:
-                if not is_control(token):
-                    run.append(token)
-                    has_sampled |= is_sampled
-                    continue
-                if has_sampled:
-                    yield start, run
-                run, start, has_sampled = [], start + len(run) + 1, False
+    for token, is_sampled in history:
+        if not is_control(token):
+            run.append(token)
+            has_sampled |= is_sampled
+            continue
+        if has_sampled:
+            yield start, run
+        run, start, has_sampled = [], start + len(run) + 1, False
     if has_sampled:
         yield start, run
 

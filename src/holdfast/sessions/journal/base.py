@@ -54,10 +54,11 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class TokensGiven:
-    """Tokens at the end of a history. Two in a row are one span."""
+    """Tokens at the end of a history. Two of a kind in a row are one span. `is_recalled`: they are quotes."""
 
     session_id: str
     tokens: "array[int]"
+    is_recalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     given: tuple[int, int]
     sampled: tuple[int, int]
     num_rewinds: int = 0
+    num_recalled: int = 0  # tokens among the given ones
 
 
 @dataclass(frozen=True, slots=True)

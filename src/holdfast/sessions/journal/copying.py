@@ -154,6 +154,8 @@ def _plain(step: TokensGiven | TokensSampled | HistoryRewound) -> list[object]:
     if isinstance(step, HistoryRewound):
         return [type(step).__name__, step.length]
     plain: list[object] = [type(step).__name__, packed(step.tokens)]
-    if isinstance(step, TokensSampled):
+    if isinstance(step, TokensGiven):
+        plain += ["recalled"] if step.is_recalled else []
+    else:
         plain += [packed(step.logprobs), packed(step.sampling_logprobs), step.stop_reason, step.weight_version]
     return plain

@@ -25,6 +25,8 @@ from holdfast.sessions.journal.base import (
 )
 from holdfast.sessions.journal.database import Database
 from holdfast.sessions.journal.rows import (
+    GIVEN,
+    RECALLED,
     SAMPLED,
     SESSION_STATE,
     TURN_FIELDS,
@@ -64,7 +66,7 @@ class Recorder:
             case SessionOpened():
                 self._open(entry)
             case TokensGiven():
-                self._span(entry.session_id, "given", tokens=packed(entry.tokens))
+                self._span(entry.session_id, RECALLED if entry.is_recalled else GIVEN, tokens=packed(entry.tokens))
             case TokensSampled():
                 self._span(
                     entry.session_id,

@@ -29,6 +29,7 @@ SESSION_FIELDS = (
     *("created_at", "forked_from"),
 )
 SESSION_STATE = ("sink", "reward", "closed_why", "closed_at")
+GIVEN, RECALLED = "given", "recalled"  # kinds of spans
 SAMPLED = "sampled"  # the kind of a sampled span; then a space and the version of the weights, where there is one
 SPAN_FIELDS = ("step", "session", "kind", "length", "tokens", "logprobs", "sampling_logprobs", "stop_reason")
 TURN_FIELDS = (
@@ -258,8 +259,8 @@ def span_of(row: Row) -> Step | None:
     if not is_intact(row, SPAN_FIELDS):
         return None
     session_id, tokens = row["session"], tokens_of(row["tokens"])
-    if row["kind"] == "given":
-        return TokensGiven(session_id, tokens)
+    if row["kind"] in (GIVEN, RECALLED):
+        return TokensGiven(session_id, tokens, is_recalled=row["kind"] == RECALLED)
     if row["kind"] == "rewound":
         return HistoryRewound(session_id, row["length"])
     logprobs = floats_of(row["logprobs"]), floats_of(row["sampling_logprobs"])

@@ -84,6 +84,11 @@ class RuntimeServiceStub:
                 request_serializer=holdfast_dot_v1_dot_runtime__pb2.GetHistoryRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_runtime__pb2.HistoryChunk.FromString,
                 _registered_method=True)
+        self.SearchHistory = channel.unary_unary(
+                '/holdfast.v1.RuntimeService/SearchHistory',
+                request_serializer=holdfast_dot_v1_dot_runtime__pb2.SearchHistoryRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_runtime__pb2.SearchHistoryResponse.FromString,
+                _registered_method=True)
         self.ExportSession = channel.unary_stream(
                 '/holdfast.v1.RuntimeService/ExportSession',
                 request_serializer=holdfast_dot_v1_dot_runtime__pb2.ExportSessionRequest.SerializeToString,
@@ -177,6 +182,14 @@ class RuntimeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SearchHistory(self, request, context):
+        """Passages of the history that a text is about, the best first: of the messages of a chat, or of what the tokens
+        spell. Needs the model's tokenizer on the server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportSession(self, request, context):
         """The session as a file: its tokens with spans and logprobs, a chat's turns, and its cache unless that is not wanted.
         Put the chunks together as they come. A session that is closed and still on record can be exported, too.
@@ -260,6 +273,11 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
                     servicer.GetHistory,
                     request_deserializer=holdfast_dot_v1_dot_runtime__pb2.GetHistoryRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_runtime__pb2.HistoryChunk.SerializeToString,
+            ),
+            'SearchHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.SearchHistory,
+                    request_deserializer=holdfast_dot_v1_dot_runtime__pb2.SearchHistoryRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_runtime__pb2.SearchHistoryResponse.SerializeToString,
             ),
             'ExportSession': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportSession,
@@ -552,6 +570,33 @@ class RuntimeService:
             '/holdfast.v1.RuntimeService/GetHistory',
             holdfast_dot_v1_dot_runtime__pb2.GetHistoryRequest.SerializeToString,
             holdfast_dot_v1_dot_runtime__pb2.HistoryChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SearchHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.RuntimeService/SearchHistory',
+            holdfast_dot_v1_dot_runtime__pb2.SearchHistoryRequest.SerializeToString,
+            holdfast_dot_v1_dot_runtime__pb2.SearchHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,7 @@ class SpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPAN_KIND_UNSPECIFIED: _ClassVar[SpanKind]
     SPAN_KIND_GIVEN: _ClassVar[SpanKind]
     SPAN_KIND_SAMPLED: _ClassVar[SpanKind]
+    SPAN_KIND_RECALLED: _ClassVar[SpanKind]
 STOP_REASON_UNSPECIFIED: StopReason
 STOP_REASON_MAX_TOKENS: StopReason
 STOP_REASON_EOS: StopReason
@@ -39,6 +40,7 @@ SESSION_STATE_FAILED: SessionState
 SPAN_KIND_UNSPECIFIED: SpanKind
 SPAN_KIND_GIVEN: SpanKind
 SPAN_KIND_SAMPLED: SpanKind
+SPAN_KIND_RECALLED: SpanKind
 
 class CreateSessionRequest(_message.Message):
     __slots__ = ("client_label", "eos_token_ids", "token_ids", "pin_tokens", "metadata")
@@ -394,6 +396,42 @@ class HistoryChunk(_message.Message):
     stop_reason: StopReason
     weight_version: str
     def __init__(self, from_position: _Optional[int] = ..., kind: _Optional[_Union[SpanKind, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., sampling_logprobs: _Optional[_Iterable[float]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., weight_version: _Optional[str] = ...) -> None: ...
+
+class SearchHistoryRequest(_message.Message):
+    __slots__ = ("session_id", "query", "query_token_ids", "limit", "include_in_view")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_IN_VIEW_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    query: str
+    query_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    limit: int
+    include_in_view: bool
+    def __init__(self, session_id: _Optional[str] = ..., query: _Optional[str] = ..., query_token_ids: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., include_in_view: _Optional[bool] = ...) -> None: ...
+
+class SearchHistoryResponse(_message.Message):
+    __slots__ = ("passages",)
+    PASSAGES_FIELD_NUMBER: _ClassVar[int]
+    passages: _containers.RepeatedCompositeFieldContainer[Passage]
+    def __init__(self, passages: _Optional[_Iterable[_Union[Passage, _Mapping]]] = ...) -> None: ...
+
+class Passage(_message.Message):
+    __slots__ = ("turn", "role", "text", "from_position", "to_position", "score")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TO_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    role: str
+    text: str
+    from_position: int
+    to_position: int
+    score: float
+    def __init__(self, turn: _Optional[int] = ..., role: _Optional[str] = ..., text: _Optional[str] = ..., from_position: _Optional[int] = ..., to_position: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class ExportSessionRequest(_message.Message):
     __slots__ = ("session_id", "without_snapshot")
