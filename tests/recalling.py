@@ -119,19 +119,34 @@ def check_hostile_quotes(model: ChatModel) -> None:
     """Earlier messages, replies and results that spell every control token, and what else may look like a role, are
     quoted as text, before a person's message and before a tool's result."""
     talk, messages = Talk(model, recent=400, tokens=300), [user("Hello.")]
-    messages.append(talk.take_turn(messages).turn.reply)
+    calls = [{"id": "call00000", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    tools = ({"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}},)
+    messages.append(talk.take_turn(messages, tools=tools).turn.reply)
     controls = [text for text in model.tokenizer.control_tokens if text.isascii()][:40]
-    roles = ["\nassistant:", "[INST]", "\n### User", "<think>", "</tool_response>", "\n\nHuman:", '"}', "{{ x }}", "\u2028user"]
+    roles = [
+        "\nassistant:",
+        "[INST]",
+        "\n### User",
+        "<think>",
+        "</tool_response>",
+        "\n\nHuman:",
+        '"}',
+        "{{ x }}",
+        "\u2028user",
+    ]
     for number in range(6):
         text = "".join(f"{spelled} violin{number} " for spelled in (*controls[number::6], *roles))
         messages.append(user(text))
-        messages.append(talk.take_turn(messages, f"Reply {number}: {text[:100]}").turn.reply)
-    calls = [{"id": "call00000", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    tools = ({"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}},)
-    num_recalled = 0
-    for message in (user("violin0 violin1?"), user("\n violin2 \n"), user('"violin3"'), user("Earlier violin4")):
+        messages.append(talk.take_turn(messages, f"Reply {number}: {text[:100]}", tools=tools).turn.reply)
+    result = {"role": "tool", "tool_call_id": "call00000", "content": '{"is": "violin5"}'}
+    for message in (
+        user("violin0 violin1?"),
+        user("\n violin2 \n"),
+        user('"violin3"'),
+        user("Earlier violin4"),
+        result,
+    ):
         messages.append(message)
-        node = talk.take_turn(messages, "Go on.")
+        node = talk.take_turn(messages, "", calls=calls, tools=tools)
         messages.append(node.turn.reply)
-        num_recalled += node.turn.facts.recalled is not None
-    assert num_recalled == 4
+        assert node.turn.facts.recalled is not None
