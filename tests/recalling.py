@@ -1,5 +1,7 @@
 """A chat without an engine, whose replies are told, and what must be true of the quotes that its turns get."""
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +10,13 @@ from holdfast.chat.matching import normal
 from holdfast.chat.messages import Message
 from holdfast.chat.passages import split_text
 from holdfast.chats.events import ChatRequest
-from holdfast.chats.recall import NO_RECALL, RecallLimits, View
+from holdfast.chats.recall import NO_RECALL, RecallLimits
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
 from holdfast.chats.tree import Node, Tree
 from holdfast.generation import Sampled, SamplingParams
-from holdfast.sessions.record import TurnFacts, from_stored, to_stored
+from holdfast.sessions.record import TurnFacts, View, from_stored, to_stored
 
+_QUOTE = re.compile(r'^(?:(\w+): )?(".*")$')
 RULES = HistoryRules(matcher=normal, max_rollback=-1, may_edit_replies=True)
 
 
@@ -34,8 +37,9 @@ class Talk:
     def tree(self) -> Tree:
         return self.trajectory.tree
 
-    def view(self, parent: Node, num_new: int) -> View:
-        return View(self.pinned, parent.end + num_new - self.recent)
+    def view(self, parent: Node, prompt: list[int]) -> tuple[View, int]:
+        room = self.recent - len(prompt)
+        return View(self.pinned, parent.end - room), room
 
     def prepare(self, messages: list[Message], limits: RecallLimits | None = None, **fields: Any) -> PreparedTurn:
         request = ChatRequest(messages=messages, params=SamplingParams(seed=1), **fields)
@@ -80,9 +84,10 @@ class Talk:
         assert not any(map(self.model.tokenizer.is_control, quotes))
         path = parent.path()
         texts = [_passage(path[turn - 1], message, place) for turn, message, place in recalled.passages]
-        quoted = iter(self.model.tokenizer.decode(quotes).split("\n"))
-        for line in (line for text in texts for line in text.splitlines()):
-            assert f"> {line}" in quoted  # each after the one before it
+        lines = self.model.tokenizer.decode(quotes).strip().splitlines()
+        assert lines[0] == "Earlier in this conversation:"
+        spoken = [(role, json.loads(text)) for line in lines[1:] for role, text in _QUOTE.findall(line)]
+        assert spoken == texts
         # It is out of the view that the turn has without quotes, and so is the beginning of every earlier quote of it.
         whole, start = parent.ids() + plain.prompt.ids, parent.end + num_plain - self.recent
         assert start > self.pinned
@@ -91,7 +96,7 @@ class Talk:
                 start = max(start, node.start + earlier.start + earlier.length)
         seen = [self.model.tokenizer.decode(part) for part in (whole[: self.pinned], whole[start:])]
         messages = [text for node in path for text in _texts(node)] + [said["content"] for said in prepared.messages]
-        for text in texts:
+        for _, text in texts:
             if sum(text in message for message in messages) == 1:
                 assert not any(text in part for part in seen)
 
@@ -108,11 +113,12 @@ def _texts(node: Node) -> list[str]:
     return [message["content"] for message in (*node.turn.messages, node.turn.reply)]
 
 
-def _passage(node: Node, message: int, place: int) -> str:
+def _passage(node: Node, message: int, place: int) -> tuple[str, str]:
+    """Who said it, unless it was the user, and the text."""
     said = (*node.turn.messages, node.turn.reply)[message]
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in said.get("tool_calls", ())]
     parts = [text[start:end] for text in (said["content"], *calls) for start, end in split_text(text)]
-    return parts[place]
+    return "" if said["role"] == "user" else said["role"], parts[place]
 
 
 def check_hostile_quotes(model: ChatModel) -> None:
