@@ -1,11 +1,12 @@
 """Recall: what is quoted, how it is spelled, and that a session's tokens stay exact with it."""
 
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
@@ -41,26 +42,25 @@ def test_a_text_without_end_is_split_quickly(text: str) -> None:
     assert all(stop - start <= MAX_BYTES for start, stop in parts)
 
 
-def plain_search(texts: list[str], query: str, allowed: list[bool], limit: int) -> list[tuple[int, float]]:
-    """BM25 as it is in the books, with words that are in every sentence left out of the query."""
-    from holdfast.chat.passages import _COMMON, _QUESTION
-
+def plain_search(texts: list[str], query: str, allowed: list[bool], least_share: float) -> list[tuple[int, float]]:
+    """BM25 as it is in the books, without texts that have too few of the query's words."""
     words = {number: words_of(text) for number, text in enumerate(texts) if allowed[number]}
-    usual = max(1.0, sum(map(len, words.values())) / len(words)) if words else 1.0
-    asked = dict.fromkeys(words_of(query))
-    asked = {word: None for word in asked if word not in _COMMON} or asked
+    usual = max(1.0, sum(map(len, words.values())) / max(1, len(words)))
+    rarities = {}
+    for word in words_of(query):
+        num = sum(word in other for other in words.values())
+        rarities[word] = math.log(1 + (len(words) - num + 0.5) / (num + 0.5))
     found = []
     for number, own in words.items():
         score = 0.0
-        for word in asked:
-            with_word = sum(word in other for other in words.values())
-            rarity = math.log(1 + (len(words) - with_word + 0.5) / (with_word + 0.5))
+        for word, rarity in rarities.items():
             times = own.count(word)
             score += rarity * times * 2.2 / (times + 1.2 * (0.25 + 0.75 * len(own) / usual))
-        score *= _QUESTION if is_question(texts[number]) else 1.0
-        if score > 0:
-            found.append((number, score))
-    return sorted(found, key=lambda one: (-round(one[1], 9), -one[0]))[:limit]
+        share = sum(rarity for word, rarity in rarities.items() if word in own)
+        assume(abs(share - least_share * sum(rarities.values())) > 1e-9 or not least_share)
+        if score > 0 and share >= least_share * sum(rarities.values()):
+            found.append((number, score * (0.3 if is_question(texts[number]) else 1.0)))
+    return sorted(found, key=lambda one: (-round(one[1], 9), -one[0]))
 
 
 _SPOKEN = ["red", "blue", "the", "Fox", "foxes", "\u65e5\u672c\u8a9e", "caf\u00e9,", "7", "?", ".", "it", "cats"]
@@ -68,32 +68,43 @@ sentences = st.lists(st.sampled_from(_SPOKEN), max_size=6).map(" ".join)
 
 
 @settings(max_examples=examples(60))
-@given(st.lists(st.tuples(sentences, st.booleans()), max_size=12), sentences, st.integers(1, 4), st.data())
+@given(
+    st.lists(st.tuples(sentences, st.booleans()), max_size=12),
+    sentences,
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.4]),
+    st.data(),
+)
 def test_texts_are_ranked_as_plain_bm25_ranks_those_allowed_and_by_nothing_else(
-    texts: list[tuple[str, bool]], query: str, limit: int, data: st.DataObject
+    texts: list[tuple[str, bool]], query: str, limit: int, least_share: float, data: st.DataObject
 ) -> None:
     index, alone = WordIndex(), WordIndex()
     for text, is_allowed in texts:
+        index.add("A red fox, removed")
+        index.pop("A red fox, removed")
         index.add(text if is_allowed else data.draw(sentences))  # whatever the others are
         if is_allowed:
             alone.add(text)
     allowed = [is_allowed for _, is_allowed in texts]
-    found = index.search(query, np.array(allowed, bool), limit)
-    expected = plain_search([text for text, _ in texts], query, allowed, limit)
+    found = index.search(query, np.array(allowed, bool), limit, least_share)
+    expected = plain_search([text for text, _ in texts], query, allowed, least_share)[:limit]
     assert [score for _, score in found] == pytest.approx([score for _, score in expected])
     places = np.flatnonzero(allowed)
-    by_itself = alone.search(query, np.ones(len(alone), bool), limit)
+    by_itself = alone.search(query, np.ones(len(alone), bool), limit, least_share)
     assert found == [(places[number], score) for number, score in by_itself]
 
 
 @given(st.lists(st.one_of(st.text(min_size=1), odd_texts).filter(str.strip), min_size=1, max_size=4))
-def test_every_line_of_a_quote_begins_with_the_mark(texts: list[str]) -> None:
-    passages = [Passage(n // 2 + 1, n % 2, 0, "user", text.strip(), 0, 0) for n, text in enumerate(texts)]
-    lines = quoted(passages).splitlines()
-    own = ["Earlier in this conversation:", *(f"user (turn {n})" + ":" for n in range(1, 4))]
-    assert all(line.startswith("> ") or line in own for line in lines)
-    spoken = [line for text in texts for line in text.strip().splitlines()]
-    assert [line[2:] for line in lines if line.startswith("> ")] == spoken
+def test_a_quote_is_one_line_that_nothing_in_it_can_end(texts: list[str]) -> None:
+    roles = ["user", "assistant", "tool"]
+    passages = [Passage(n + 1, 0, 0, roles[n % 3], text.strip(), 0, 0) for n, text in enumerate(texts)]
+    first, *lines = quoted(passages[::-1]).splitlines()
+    assert first == "Earlier in this conversation:"
+    assert len(lines) == len(passages)
+    for line, passage in zip(lines, passages, strict=True):
+        prefix = "" if passage.role == "user" else f"{passage.role}: "
+        assert line.startswith(f'{prefix}"')
+        assert json.loads(line.removeprefix(prefix)) == passage.text
 
 
 # Turns, without an engine
@@ -103,21 +114,21 @@ def long_talk(num: int = 12, **options: Any) -> tuple[Talk, list[Any]]:
     """A talk of so many turns about one thing each, and its messages."""
     talk, messages = Talk(MODEL, **options), []
     for number in range(num):
-        messages.append(user(f"The colour of box number {number} is hue{number}, and nothing else is."))
+        messages.append(user(f"alpha{number}: gamma{number} delta{number} zeta{number}."))
         messages.append(talk.take_turn(messages, f"Noted {number}.").turn.reply)
     return talk, messages
 
 
 def asked_about(talk: Talk, messages: list[Any], number: int) -> str:
-    prepared = talk.prepare([*messages, user(f"Which colour has box number {number}?")])
-    talk.check(prepared, talk.prepare([*messages, user(f"Which colour has box number {number}?")], NO_RECALL))
+    prepared = talk.prepare([*messages, user(f"What was alpha{number}?")])
+    talk.check(prepared, talk.prepare([*messages, user(f"What was alpha{number}?")], NO_RECALL))
     return talk.model.tokenizer.decode(prepared.prompt.ids)
 
 
 def test_what_is_out_of_view_is_quoted_and_nothing_is_while_all_is_in_view() -> None:
     talk, messages = long_talk()
-    assert "> The colour of box number 1 is hue1, and" in asked_about(talk, messages, 1)
-    assert "> The colour of box number 11" not in asked_about(talk, messages, 11)
+    assert '"alpha1: gamma1' in asked_about(talk, messages, 1)
+    assert '"alpha11' not in asked_about(talk, messages, 11)
     wide, messages = long_talk(recent=4096)
     assert "Earlier" not in asked_about(wide, messages, 1)
     assert all(node.turn.facts.recalled is None for node in wide.tree.nodes)
@@ -125,10 +136,10 @@ def test_what_is_out_of_view_is_quoted_and_nothing_is_while_all_is_in_view() -> 
 
 def test_what_a_quote_in_view_says_is_not_quoted_again() -> None:
     talk, messages = long_talk()
-    assert "> The colour of box number 1 is" in asked_about(talk, messages, 1)
-    messages.append(user("Which colour has box number 1?"))
-    messages.append(talk.take_turn(messages, "It is hue1.").turn.reply)
-    assert "> The colour of box number 1 is" not in asked_about(talk, messages, 1)
+    assert '"alpha1: gamma1' in asked_about(talk, messages, 1)
+    messages.append(user("What was alpha1?"))
+    messages.append(talk.take_turn(messages, "Just that.").turn.reply)
+    assert '"alpha1: gamma1' not in asked_about(talk, messages, 1)
 
 
 def test_only_what_was_said_on_the_same_path_is_quoted() -> None:
@@ -138,33 +149,33 @@ def test_only_what_was_said_on_the_same_path_is_quoted() -> None:
     for conversation in (base, begun):
         messages = list(conversation)
         for number in range(20, 30):
-            messages.append(user(f"The size of bag number {number} is size{number}, and nothing else is."))
+            messages.append(user(f"beta{number}: kappa{number} sigma{number} theta{number}, alike."))
             messages.append(talk.take_turn(messages, f"Noted {number}.").turn.reply)
-        text = asked_about(talk, messages, 5)
-        assert "Earlier in this conversation" in text
-        assert "hue5" not in text
-    assert "> The colour of box number 5 is hue5" in asked_about(talk, [*base, *rest], 5)
+        text = asked_about(talk, messages, 5) + asked_about(talk, messages, 0)
+        assert "gamma5" not in text
+        assert ("gamma0" in text) == (conversation is base)
+    assert '"alpha5: gamma5' in asked_about(talk, [*base, *rest], 5)
 
 
-@pytest.mark.parametrize("limits", [(1, 8), (20, 8), (64, 1), (10**9, 64), (64, 0)])
+@pytest.mark.parametrize("limits", [(1, 8), (12, 8), (64, 1), (10**9, 64), (64, 0)])
 def test_quotes_keep_their_limits_and_leave_the_new_message_its_room(limits: tuple[int, int]) -> None:
     talk, messages = long_talk(recent=128)
     talk.limits = RecallLimits(*limits)
     for size in (1, 40, 100, 116, 200):
-        question = [*messages, user("Which colours have the boxes number 1 2 3?" + " again" * size)]
+        question = [*messages, user("What are alpha1 and alpha2?" + " again" * size)]
         prepared, plain = talk.prepare(question), talk.prepare(question, NO_RECALL)
         talk.check(prepared, plain)
         may_be = limits[1] > 0 and min(limits[0], 128 - len(plain.prompt.ids)) > 30
         assert (prepared.recalled is not None) == may_be
 
 
-_BEGINNINGS = ["", " ", "\n", "\n\n\n", "Earlier", "Earlier in this conversation:\n> ", "\u0301", "> ", "1", "A", "\t"]
+_BEGINNINGS = ["", " ", "\n", "\n\n\n", "Earlier ", "Earlier in this conversation:\n> ", "\u0301", "> ", "1 ", "A ", "\t"]
 
 
 @pytest.mark.parametrize("beginning", _BEGINNINGS)
 def test_the_message_after_the_quotes_has_the_tokens_that_it_has_without(beginning: str) -> None:
     talk, messages = long_talk()
-    question = [*messages, user(f"{beginning}Which colour has box number 1?")]
+    question = [*messages, user(f"{beginning}What was alpha1?")]
     prepared = talk.prepare(question)
     assert prepared.recalled is not None
     talk.check(prepared, talk.prepare(question, NO_RECALL))
