@@ -18,8 +18,9 @@ from holdfast.bench.machine import resident_bytes
 from holdfast.bench.processes import RunningServer, serving
 from holdfast.bench.report import Report, Results
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chats.recall import Recall, View
+from holdfast.chats.recall import Recall
 from holdfast.chats.tree import Tree
+from holdfast.sessions.record import View
 
 if TYPE_CHECKING:
     from holdfast.bench.quality import QualitySettings
