@@ -41,8 +41,8 @@ def bounded_view(
             first, pinned = parent.ancestor(1).turn.given, len(begins.ids) if pin_tokens is None else pin_tokens
             if pin_tokens is None and first[:pinned].tolist() != begins.ids:
                 raise ContextTooLong(
-                    f"messages: the conversation exceeds the server's --context-budget of {budget}, and does not begin as "
-                    "the chat template renders it now, so that what must stay is not known; open a new session",
+                    f"messages: the conversation exceeds the server's --context-budget of {budget}, and does not begin "
+                    "as the chat template renders it now, so that what must stay is not known; open a new session",
                     param="messages",
                 )
             above = View(pinned, pinned)
