@@ -1,9 +1,15 @@
 """Recall: what is quoted, how it is spelled, and that a session's tokens stay exact with it."""
 
+import asyncio
+import contextlib
 import json
 import math
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -12,9 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
 from holdfast.chats.recall import NO_RECALL, RecallLimits
+from holdfast.engine.slab import SlabShape
 from tests.effort import examples
 from tests.recalling import Talk, user
-from tests.serving import default_chat
+from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
+from tests.talking import as_events_text, chat_path, client_of, error_of, eventually, open_session, said, text_of, until
 
 MODEL = default_chat().model
 
@@ -165,11 +173,24 @@ def test_quotes_keep_their_limits_and_leave_the_new_message_its_room(limits: tup
         question = [*messages, user("What are alpha1 and alpha2?" + " again" * size)]
         prepared, plain = talk.prepare(question), talk.prepare(question, NO_RECALL)
         talk.check(prepared, plain)
-        may_be = limits[1] > 0 and min(limits[0], 128 - len(plain.prompt.ids)) > 30
-        assert (prepared.recalled is not None) == may_be
+        room = min(limits[0], 128 - len(plain.prompt.ids))
+        if not 12 < room < 32:  # a quote has about 20 tokens
+            assert (prepared.recalled is not None) == (limits[1] > 0 and room > 12)
 
 
-_BEGINNINGS = ["", " ", "\n", "\n\n\n", "Earlier ", "Earlier in this conversation:\n> ", "\u0301", "> ", "1 ", "A ", "\t"]
+_BEGINNINGS = [
+    "",
+    " ",
+    "\n",
+    "\n\n\n",
+    "Earlier ",
+    "Earlier in this conversation:\n> ",
+    "\u0301",
+    "> ",
+    "1 ",
+    "A ",
+    "\t",
+]
 
 
 @pytest.mark.parametrize("beginning", _BEGINNINGS)
@@ -243,3 +264,213 @@ class Recalling(RuleBasedStateMachine):
 
 TestRecalling = Recalling.TestCase
 TestRecalling.settings = settings(max_examples=examples(15), stateful_step_count=30)
+
+
+# Turns on an engine
+
+TOLD = [f"alpha{number}: gamma{number} delta{number}." for number in range(12)]
+
+
+def small_engine(**options: Any) -> SlowEngine:
+    shape = SlabShape(recent=96, max_pin=32, prefill_chunk=64, rewind_tokens=64)
+    return wordy_engine(**{"shape": shape, "forward_s": 0.0} | options)
+
+
+@contextlib.asynccontextmanager
+async def recalling(
+    engine: SlowEngine | None = None, tokens: int = 48, **options: Any
+) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    chat = default_chat(recall_tokens=tokens)
+    served = serving(engine or small_engine(), chat, **{"max_parked": 100} | options)
+    async with served as server, client_of(server) as client:
+        yield server, client
+
+
+async def say(client: httpx.AsyncClient, session: str, texts: list[str], text: str, **options: Any) -> httpx.Response:
+    """One more turn of a conversation; `texts` grow by what was said and by the reply."""
+    response = await client.post(chat_path(session), json=said(*texts, text, **options))
+    assert response.status_code == 200, response.text
+    texts += [text, response.json()["choices"][0]["message"]["content"]]
+    return response
+
+
+async def told(client: httpx.AsyncClient, **fields: Any) -> tuple[str, list[str]]:
+    """A session that was told what is in TOLD."""
+    session, texts = await open_session(client, **fields), []
+    for text in TOLD:
+        await say(client, session, texts, text)
+    return session, texts
+
+
+def num_recalled(response: httpx.Response) -> int:
+    """Of a whole reply; header and usage agree."""
+    assert response.status_code == 200, response.text
+    num: int = response.json()["usage"]["holdfast"]["recalled_tokens"]
+    assert response.headers.get("holdfast-recalled-tokens", "0") == str(num)
+    return num
+
+
+def is_with_quotes(given: list[int], plain: list[int], num: int) -> bool:
+    """Whether the tokens are the plain ones with so many more in one place."""
+    assert len(given) == len(plain) + num
+    return any(given[:at] + given[at + num :] == plain for at in range(len(plain) + 1))
+
+
+@pytest.mark.parametrize("history", ["strict", "forest"])
+async def test_a_turn_computes_what_is_new_what_it_recalls_and_the_pending_token(history: str) -> None:
+    """And its tokens are those of the plain rendering and the quotes, however long the session is."""
+    source, texts, num_turns = random.Random(1), list[str](), examples(60)
+    async with recalling() as (_, client):
+        session, turns = await open_session(client, history=history, pin_tokens=8), []
+        for number in range(num_turns):
+            text = f"alpha{number}: gamma{number}." if number % 3 else f"What was alpha{source.randrange(number + 1)}?"
+            turns.append((await say(client, session, texts, text, max_tokens=2)).json()["usage"])
+        info = (await client.get(f"/sessions/{session}", params={"branches": "all"})).json()
+    end, counts = 0, []
+    for number, (usage, record) in enumerate(zip(turns, info["records"], strict=True)):
+        ids, facts = record["request"]["input_ids"], usage["holdfast"]
+        message = user(texts[2 * number])
+        plain = MODEL.continuation.tail(ids[end - 1], [message]) if end else MODEL.continuation.first([message])
+        counts.append(facts["recalled_tokens"])
+        assert is_with_quotes(ids[end:], plain.ids, counts[-1])
+        assert facts["prefilled_tokens"] == len(plain.ids) + counts[-1] + bool(end)
+        assert facts["recomputed_tokens"] == 0
+        assert usage["prompt_tokens"] == len(ids)
+        end = len(ids) + usage["completion_tokens"]
+        assert facts["dropped_tokens"] == max(0, end - 96 - 8)
+    assert max(counts) <= 48
+    assert sum(map(bool, counts)) > num_turns // 10
+    assert info["history_length"] == end
+
+
+async def test_a_turn_made_again_is_the_same_wherever_and_whenever(tmp_path: Path) -> None:
+    """After branches, on a fork, from a file, after a restart, beside other sessions, as a stream."""
+    async with recalling(tokens=0, data_dir=str(tmp_path)) as (_, client):
+        session, texts = await told(client, recall={"tokens": 40, "passages": 2})
+        body = said(*texts, "What were alpha1 and alpha2?", max_tokens=6)
+
+        async def made(client: httpx.AsyncClient, session: str) -> tuple[Any, ...]:
+            response = await client.post(chat_path(session), json=body)
+            records = (await client.get(f"/sessions/{session}", params={"branches": "all"})).json()["records"]
+            assert records[-1]["response"] == response.json()
+            return (
+                num_recalled(response),
+                response.json()["choices"],
+                records[-1]["request"]["input_ids"],
+                response.json()["usage"]["prompt_tokens"],
+            )
+
+        fork = (await client.post(f"/sessions/{session}/fork")).json()["session_id"]
+        file = (await client.get(f"/sessions/{session}/export")).content
+        first = await made(client, session)
+        assert 0 < first[0] <= 40
+        await say(client, session, list(texts), "alpha1 is something else on this branch.")
+        await told(client)
+        streamed = await client.post(
+            chat_path(fork), json=body | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        events = as_events_text(streamed.text)
+        assert text_of(events) == first[1][0]["message"]["content"]
+        assert events[-2]["usage"]["holdfast"]["recalled_tokens"] == first[0]
+        assert streamed.headers["holdfast-recalled-tokens"] == str(first[0])
+        assert await made(client, session) == await made(client, fork) == first
+        imported = (await client.post("/sessions/import", content=file)).json()["session_id"]
+        assert await made(client, imported) == first
+    async with recalling(tokens=0, data_dir=str(tmp_path)) as (_, client):
+        for each in (session, fork, imported):
+            assert await made(client, each) == first
+
+
+async def test_another_member_makes_the_same_turn_from_the_record_in_postgresql(postgres: str) -> None:
+    replies = []
+    session = ""
+    for _ in range(2):
+        async with recalling(journal=postgres) as (_, client):
+            if not session:
+                session, texts = await told(client, recall={"tokens": 40})
+            response = await client.post(chat_path(session), json=said(*texts, "What was alpha1?"))
+            replies.append((num_recalled(response), response.json()["choices"]))
+    assert replies[0] == replies[1]
+    assert replies[0][0] > 0
+
+
+async def test_a_request_decides_before_its_session_and_that_before_the_server() -> None:
+    async with recalling() as (_, client):
+        for of_session, of_request, expected in [
+            ({}, {}, True),
+            ({}, {"recall": False}, False),
+            ({"recall": False}, {}, False),
+            ({"recall": False}, {"recall": {"tokens": 40}}, True),
+            ({"recall": {"tokens": 2**31 - 1, "passages": 64}}, {}, True),
+            ({"recall": {"tokens": 40}}, {"recall": {"tokens": 0}}, False),
+            ({"metadata": {"holdfast-recall": "0/8"}}, {}, False),
+        ]:
+            session, texts = await told(client, **of_session)
+            response = await say(client, session, texts, "What was alpha1?", **of_request)
+            assert (num_recalled(response) > 0) == expected, (of_session, of_request)
+
+
+async def test_what_recall_cannot_be_is_refused_with_a_sentence() -> None:
+    async with recalling() as (_, client):
+        session = await open_session(client)
+        bad = [True, 1, "all", [], {}, {"tokens": -1}, {"tokens": 2**31}, {"tokens": "5"}, {"tokens": True}]
+        for value in (*bad, {"tokens": 5, "passages": 0}, {"tokens": 5, "passages": 65}):
+            of_session = await client.post("/sessions", json={"recall": value})
+            in_chat = await client.post(chat_path(session), json=said("Hi", recall=value))
+            assert error_of(of_session)["param"] == error_of(in_chat)["param"]
+            for path, body in [
+                ("messages", {"model": "test", "max_tokens": 4, "messages": [user("Hi")]}),
+                ("responses", {"model": "test", "input": "Hi"}),
+            ]:
+                refused = await client.post(f"/sessions/{session}/v1/{path}", json=body | {"recall": value})
+                assert "recall" in error_of(refused)["message"]
+        for text in ["", "5", "5/", "-5/8", "5/8/9", "\u0665/\u0668", "99999999999/8"]:
+            refused = await client.post("/sessions", json={"metadata": {"holdfast-recall": text}})
+            assert error_of(refused)["param"] == "metadata.holdfast-recall"
+        full = {f"key{number}": "" for number in range(64)}
+        refused = await client.post("/sessions", json={"metadata": full, "recall": {"tokens": 5}})
+        assert error_of(refused)["param"] == "metadata"
+        refused = await client.post("/v1/chat/completions", json=said("Hi", recall={"tokens": 5}))
+        assert error_of(refused)["param"] == "recall"
+        assert (await client.get(f"/sessions/{session}")).json()["turns"] == 0
+
+
+async def test_all_three_apis_recall_the_same() -> None:
+    async with recalling(tokens=0) as (_, client):
+        session, texts = await told(client)
+        question, recall = "What was alpha1?", {"tokens": 40}
+        messages = said(*texts, question)["messages"]
+        for path, body in [
+            ("chat/completions", {"messages": messages, "max_tokens": 4}),
+            ("messages", {"messages": messages, "max_tokens": 4}),
+            ("responses", {"input": messages, "max_output_tokens": 4}),
+        ]:
+            sent = {"model": "test", "recall": recall} | body
+            response = await client.post(f"/sessions/{session}/v1/{path}", json=sent)
+            assert response.status_code == 200, response.text
+            assert int(response.headers["holdfast-recalled-tokens"]) > 0
+            assert "holdfast-ignored-fields" not in response.headers
+        records = (await client.get(f"/sessions/{session}", params={"branches": "all"})).json()["records"]
+        assert len({tuple(record["request"]["input_ids"]) for record in records[-3:]}) == 1
+
+
+async def test_a_cancelled_turn_leaves_no_quotes_behind() -> None:
+    engine = small_engine()
+    async with recalling(engine) as (server, client):
+        session, texts = await told(client)
+        before = (await client.get(f"/sessions/{session}")).json()["history_length"]
+        num_forwards = engine.num_forwards
+        with held(engine):
+            turn = asyncio.ensure_future(client.post(chat_path(session), json=said(*texts, "What was alpha1?")))
+            await until(lambda: engine.num_forwards > num_forwards)
+            turn.cancel()
+            await until(turn.done)
+        left = server.metrics.http_requests.labels("session_chat", "499")
+        await until(lambda: left._value.get() == 1)
+        info = await eventually(lambda: client.get(f"/sessions/{session}"), lambda info: not info.json()["is_busy"])
+        assert info.json()["history_length"] == before
+        other, same = await told(client)
+        assert same == texts
+        replies = [await say(client, each, list(texts), "What was alpha1?") for each in (session, other)]
+        assert replies[0].json()["choices"] == replies[1].json()["choices"]
+        assert num_recalled(replies[0]) == num_recalled(replies[1]) > 0
