@@ -108,11 +108,14 @@ class _RestingRun:
         self._results.extend("upstream/turn_ms", "ms", times)
 
     def make_first(self) -> None:
-        """The session of which the others are copies."""
+        """The session of which the others are copies; and starts with that one alone."""
         with self._serving("none") as client:
             session_id = _asked(client, "POST", "/sessions")["session_id"]
             for turn in range(self._settings.turns):
                 self._turn(client, session_id, turn)
+        for _ in range(self._settings.starts - 1):
+            with self._serving("none"):
+                pass
 
     def fill(self, number: int) -> None:
         """Write copies until there are so many sessions."""
@@ -165,9 +168,11 @@ class _RestingRun:
         try:
             running, start_s = server.wait_until_served()
             self._results.figure(f"{name}/start_s", "s", start_s, "lower")
-            self._results.figure(f"{name}/start_cpu", "s", cpu_s_of([running.pid]), "lower")
-            if name != "none":
-                self._results.ratio(f"{name}:none/start_cpu", f"{name}/start_cpu", "none/start_cpu", "lower")
+            cpu_s = cpu_s_of([running.pid])
+            self._results.figure(f"{name}/start_cpu", "s", cpu_s, "lower")
+            none_s = median(self._results.report.values("none/start_cpu"))
+            if name != "none" and none_s:
+                self._results.figure(f"{name}:none/start_cpu", "times", cpu_s / none_s, "lower")
             self._record_memory(f"{name}/rss_at_start", running)
             with _connected(running.http.removeprefix("http://")) as client:
                 yield client
