@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -59,6 +60,7 @@ Trace = tuple[str, list[object]]  # a query that finds a row, and its values
 
 _NUM_READERS = 4
 _READ_S = 60.0  # without a sign of the database, after which a read fails
+_LOOK_S = 0.05  # how often it is looked whether a read that was cancelled has ended
 _RESOLVE_S = 2.0  # for finding out what became of a commit whose answer was lost
 _CHECK = "m.epoch, m.state, l.until > clock_timestamp() AS is_valid"
 _OWN_ROW = f"SELECT {_CHECK} FROM members m JOIN leases l USING (name) WHERE m.name = $1 FOR SHARE OF m".encode()
@@ -136,6 +138,7 @@ class PostgresJournal(DatabaseJournal):
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="holdfast-journal-reader")
         self._reader = threading.local()
         self._open_readers: list[Connection] = []
+        self._long_reads: list[Connection] = []
         self._on_takeover = on_takeover
         self._members = PostgresMembers(self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed)
         self._writer = JournalWriter(
@@ -196,6 +199,20 @@ class PostgresJournal(DatabaseJournal):
     def _read(self, look: Callable[[Database], T]) -> T:
         return self._on_reader(lambda connection: self._look_at(connection, look))
 
+    def _read_long(self, look: Callable[[Database], T]) -> T:
+        def work(connection: Connection) -> T:
+            connection.silence_s = math.inf  # a link that is cut is noticed by its keepalives
+            self._long_reads.append(connection)
+            try:
+                return self._look_at(connection, look)
+            finally:
+                self._long_reads.remove(connection)
+
+        try:
+            return self._with_reader(work)
+        finally:
+            self._drop_reader()
+
     async def _look(self, look: Callable[[Database], T]) -> T:
         return await self._in_reader(lambda connection: self._look_at(connection, look))
 
@@ -215,8 +232,8 @@ class PostgresJournal(DatabaseJournal):
         return await asyncio.wrap_future(self._readers.submit(self._with_reader, work))
 
     def _with_reader(self, work: Callable[[Connection], T]) -> T:
-        """In a reader's thread. Once more on a new connection where the old one was lost: all work here may be done
-        twice."""
+        """In a thread that has a connection of its own. Once more on a new connection where the old one was lost: all
+        work here may be done twice."""
         for _ in range(2):
             connection: Connection | None = getattr(self._reader, "connection", None)
             is_new = connection is None
@@ -432,7 +449,12 @@ class PostgresJournal(DatabaseJournal):
         if self._link is not None:
             self._link.connection.close()
         self._readers.shutdown()
-        for connection in self._open_readers:
+        while self._long_reads:
+            for connection in tuple(self._long_reads):
+                with contextlib.suppress(psycopg.Error):
+                    connection.cancel_safe(timeout=_RESOLVE_S)
+            time.sleep(_LOOK_S)
+        for connection in tuple(self._open_readers):
             connection.close()
         self._members.close()
 
