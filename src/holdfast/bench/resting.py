@@ -283,10 +283,12 @@ def _committed(place: str) -> Iterator[Database]:
     if is_database(place):
         from holdfast.sessions.journal.postgres_connection import PostgresDatabase, connect
 
-        with contextlib.closing(connect(place)) as connection, connection.transaction():
-            database = PostgresDatabase(connection)
+        with contextlib.closing(connect(place)) as connection, connection.statements as statements:
+            statements.send(b"BEGIN")
+            database = PostgresDatabase(statements)
             database.begin_commit(database.select("SELECT nextval('steps') AS base")[0]["base"])
             yield database
+            statements.send(b"COMMIT")
         return
     with contextlib.closing(schema.connect(Path(place) / "journal.db")) as own:
         own.execute("BEGIN IMMEDIATE")
