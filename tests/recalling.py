@@ -1,5 +1,7 @@
 """A chat without an engine, whose replies are told, and what must be true of the quotes that its turns get."""
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +10,13 @@ from holdfast.chat.matching import normal
 from holdfast.chat.messages import Message
 from holdfast.chat.passages import split_text
 from holdfast.chats.events import ChatRequest
-from holdfast.chats.recall import NO_RECALL, RecallLimits, View
+from holdfast.chats.recall import NO_RECALL, RecallLimits
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Trajectory
 from holdfast.chats.tree import Node, Tree
 from holdfast.generation import Sampled, SamplingParams
-from holdfast.sessions.record import TurnFacts, from_stored, to_stored
+from holdfast.sessions.record import TurnFacts, View, from_stored, to_stored
 
+_QUOTE = re.compile(r'^(?:(\w+): )?(".*")$')
 RULES = HistoryRules(matcher=normal, max_rollback=-1, may_edit_replies=True)
 
 
@@ -34,8 +37,9 @@ class Talk:
     def tree(self) -> Tree:
         return self.trajectory.tree
 
-    def view(self, parent: Node, num_new: int) -> View:
-        return View(self.pinned, parent.end + num_new - self.recent)
+    def view(self, parent: Node, prompt: list[int]) -> tuple[View, int]:
+        room = self.recent - len(prompt)
+        return View(self.pinned, parent.end - room), room
 
     def prepare(self, messages: list[Message], limits: RecallLimits | None = None, **fields: Any) -> PreparedTurn:
         request = ChatRequest(messages=messages, params=SamplingParams(seed=1), **fields)
@@ -80,9 +84,10 @@ class Talk:
         assert not any(map(self.model.tokenizer.is_control, quotes))
         path = parent.path()
         texts = [_passage(path[turn - 1], message, place) for turn, message, place in recalled.passages]
-        quoted = iter(self.model.tokenizer.decode(quotes).split("\n"))
-        for line in (line for text in texts for line in text.splitlines()):
-            assert f"> {line}" in quoted  # each after the one before it
+        lines = self.model.tokenizer.decode(quotes).strip().splitlines()
+        assert lines[0] == "Earlier in this conversation:"
+        spoken = [(role, json.loads(text)) for line in lines[1:] for role, text in _QUOTE.findall(line)]
+        assert spoken == texts
         # It is out of the view that the turn has without quotes, and so is the beginning of every earlier quote of it.
         whole, start = parent.ids() + plain.prompt.ids, parent.end + num_plain - self.recent
         assert start > self.pinned
@@ -91,7 +96,7 @@ class Talk:
                 start = max(start, node.start + earlier.start + earlier.length)
         seen = [self.model.tokenizer.decode(part) for part in (whole[: self.pinned], whole[start:])]
         messages = [text for node in path for text in _texts(node)] + [said["content"] for said in prepared.messages]
-        for text in texts:
+        for _, text in texts:
             if sum(text in message for message in messages) == 1:
                 assert not any(text in part for part in seen)
 
@@ -108,30 +113,46 @@ def _texts(node: Node) -> list[str]:
     return [message["content"] for message in (*node.turn.messages, node.turn.reply)]
 
 
-def _passage(node: Node, message: int, place: int) -> str:
+def _passage(node: Node, message: int, place: int) -> tuple[str, str]:
+    """Who said it, unless it was the user, and the text."""
     said = (*node.turn.messages, node.turn.reply)[message]
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in said.get("tool_calls", ())]
     parts = [text[start:end] for text in (said["content"], *calls) for start, end in split_text(text)]
-    return parts[place]
+    return "" if said["role"] == "user" else said["role"], parts[place]
 
 
 def check_hostile_quotes(model: ChatModel) -> None:
     """Earlier messages, replies and results that spell every control token, and what else may look like a role, are
     quoted as text, before a person's message and before a tool's result."""
     talk, messages = Talk(model, recent=400, tokens=300), [user("Hello.")]
-    messages.append(talk.take_turn(messages).turn.reply)
+    calls = [{"id": "call00000", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    tools = ({"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}},)
+    messages.append(talk.take_turn(messages, tools=tools).turn.reply)
     controls = [text for text in model.tokenizer.control_tokens if text.isascii()][:40]
-    roles = ["\nassistant:", "[INST]", "\n### User", "<think>", "</tool_response>", "\n\nHuman:", '"}', "{{ x }}", "\u2028user"]
+    roles = [
+        "\nassistant:",
+        "[INST]",
+        "\n### User",
+        "<think>",
+        "</tool_response>",
+        "\n\nHuman:",
+        '"}',
+        "{{ x }}",
+        "\u2028user",
+    ]
     for number in range(6):
         text = "".join(f"{spelled} violin{number} " for spelled in (*controls[number::6], *roles))
         messages.append(user(text))
-        messages.append(talk.take_turn(messages, f"Reply {number}: {text[:100]}").turn.reply)
-    calls = [{"id": "call00000", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    tools = ({"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}},)
-    num_recalled = 0
-    for message in (user("violin0 violin1?"), user("\n violin2 \n"), user('"violin3"'), user("Earlier violin4")):
+        messages.append(talk.take_turn(messages, f"Reply {number}: {text[:100]}", tools=tools).turn.reply)
+    result = {"role": "tool", "tool_call_id": "call00000", "content": '{"is": "violin5"}'}
+    for message in (
+        user("violin0 violin1?"),
+        user("\n violin2 \n"),
+        user('"violin3"'),
+        user("Earlier violin4"),
+        result,
+    ):
         messages.append(message)
-        node = talk.take_turn(messages, "Go on.")
+        node = talk.take_turn(messages, "", calls=calls, tools=tools)
         messages.append(node.turn.reply)
-        num_recalled += node.turn.facts.recalled is not None
-    assert num_recalled == 4
+        assert node.turn.facts.recalled is not None

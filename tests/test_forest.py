@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.engine.slab import SlabShape
 from tests.effort import examples
 from tests.serving import Server, default_chat, held, serving, wordy_engine
 from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
@@ -347,7 +348,10 @@ async def test_eight_conversations_in_any_interleaving_are_what_each_of_them_wou
     seed: int, num_slabs: int
 ) -> None:
     source = random.Random(seed)
-    async with forest(num_slabs=num_slabs) as (server, client, session):
+    shape, recall = SlabShape(recent=96, max_pin=64, prefill_chunk=64, rewind_tokens=256), {"tokens": 40}
+    engine = wordy_engine(forward_s=0.0, num_slabs=num_slabs, shape=shape)  # a window that the conversations outgrow
+    async with serving(engine, default_chat(), max_parked=100) as server, client_of(server) as client:
+        session = await open_session(client, history="forest", recall=recall)
         talkers = [
             Talker(f"talker {number}", random.Random(source.random()), client.post, chat_path(session))
             for number in range(8)
@@ -355,7 +359,7 @@ async def test_eight_conversations_in_any_interleaving_are_what_each_of_them_wou
         await asyncio.gather(*(talker.run(8) for talker in talkers))
         paths = await check_told(client, session, talkers)
         for path in source.sample(paths, 6):
-            alone = await open_session(client)
+            alone = await open_session(client, recall=recall)
             for sent, reply in path:
                 assert await take_turn(client, alone, {"messages": sent, "max_tokens": 3, "seed": 5}) == reply
             await client.delete(f"/sessions/{alone}")

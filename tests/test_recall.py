@@ -1,19 +1,28 @@
 """Recall: what is quoted, how it is spelled, and that a session's tokens stay exact with it."""
 
+import asyncio
+import contextlib
+import json
 import math
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
 from holdfast.chats.recall import NO_RECALL, RecallLimits
+from holdfast.engine.slab import SlabShape
 from tests.effort import examples
 from tests.recalling import Talk, user
-from tests.serving import default_chat
+from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
+from tests.talking import as_events_text, chat_path, client_of, error_of, eventually, open_session, said, text_of, until
 
 MODEL = default_chat().model
 
@@ -41,26 +50,25 @@ def test_a_text_without_end_is_split_quickly(text: str) -> None:
     assert all(stop - start <= MAX_BYTES for start, stop in parts)
 
 
-def plain_search(texts: list[str], query: str, allowed: list[bool], limit: int) -> list[tuple[int, float]]:
-    """BM25 as it is in the books, with words that are in every sentence left out of the query."""
-    from holdfast.chat.passages import _COMMON, _QUESTION
-
+def plain_search(texts: list[str], query: str, allowed: list[bool], least_share: float) -> list[tuple[int, float]]:
+    """BM25 as it is in the books, without texts that have too few of the query's words."""
     words = {number: words_of(text) for number, text in enumerate(texts) if allowed[number]}
-    usual = max(1.0, sum(map(len, words.values())) / len(words)) if words else 1.0
-    asked = dict.fromkeys(words_of(query))
-    asked = {word: None for word in asked if word not in _COMMON} or asked
+    usual = max(1.0, sum(map(len, words.values())) / max(1, len(words)))
+    rarities = {}
+    for word in words_of(query):
+        num = sum(word in other for other in words.values())
+        rarities[word] = math.log(1 + (len(words) - num + 0.5) / (num + 0.5))
     found = []
     for number, own in words.items():
         score = 0.0
-        for word in asked:
-            with_word = sum(word in other for other in words.values())
-            rarity = math.log(1 + (len(words) - with_word + 0.5) / (with_word + 0.5))
+        for word, rarity in rarities.items():
             times = own.count(word)
             score += rarity * times * 2.2 / (times + 1.2 * (0.25 + 0.75 * len(own) / usual))
-        score *= _QUESTION if is_question(texts[number]) else 1.0
-        if score > 0:
-            found.append((number, score))
-    return sorted(found, key=lambda one: (-round(one[1], 9), -one[0]))[:limit]
+        share = sum(rarity for word, rarity in rarities.items() if word in own)
+        assume(abs(share - least_share * sum(rarities.values())) > 1e-9 or not least_share)
+        if score > 0 and share >= least_share * sum(rarities.values()):
+            found.append((number, score * (0.3 if is_question(texts[number]) else 1.0)))
+    return sorted(found, key=lambda one: (-round(one[1], 9), -one[0]))
 
 
 _SPOKEN = ["red", "blue", "the", "Fox", "foxes", "\u65e5\u672c\u8a9e", "caf\u00e9,", "7", "?", ".", "it", "cats"]
@@ -68,32 +76,43 @@ sentences = st.lists(st.sampled_from(_SPOKEN), max_size=6).map(" ".join)
 
 
 @settings(max_examples=examples(60))
-@given(st.lists(st.tuples(sentences, st.booleans()), max_size=12), sentences, st.integers(1, 4), st.data())
+@given(
+    st.lists(st.tuples(sentences, st.booleans()), max_size=12),
+    sentences,
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.4]),
+    st.data(),
+)
 def test_texts_are_ranked_as_plain_bm25_ranks_those_allowed_and_by_nothing_else(
-    texts: list[tuple[str, bool]], query: str, limit: int, data: st.DataObject
+    texts: list[tuple[str, bool]], query: str, limit: int, least_share: float, data: st.DataObject
 ) -> None:
     index, alone = WordIndex(), WordIndex()
     for text, is_allowed in texts:
+        index.add("A red fox, removed")
+        index.pop("A red fox, removed")
         index.add(text if is_allowed else data.draw(sentences))  # whatever the others are
         if is_allowed:
             alone.add(text)
     allowed = [is_allowed for _, is_allowed in texts]
-    found = index.search(query, np.array(allowed, bool), limit)
-    expected = plain_search([text for text, _ in texts], query, allowed, limit)
+    found = index.search(query, np.array(allowed, bool), limit, least_share)
+    expected = plain_search([text for text, _ in texts], query, allowed, least_share)[:limit]
     assert [score for _, score in found] == pytest.approx([score for _, score in expected])
     places = np.flatnonzero(allowed)
-    by_itself = alone.search(query, np.ones(len(alone), bool), limit)
+    by_itself = alone.search(query, np.ones(len(alone), bool), limit, least_share)
     assert found == [(places[number], score) for number, score in by_itself]
 
 
 @given(st.lists(st.one_of(st.text(min_size=1), odd_texts).filter(str.strip), min_size=1, max_size=4))
-def test_every_line_of_a_quote_begins_with_the_mark(texts: list[str]) -> None:
-    passages = [Passage(n // 2 + 1, n % 2, 0, "user", text.strip(), 0, 0) for n, text in enumerate(texts)]
-    lines = quoted(passages).splitlines()
-    own = ["Earlier in this conversation:", *(f"user (turn {n})" + ":" for n in range(1, 4))]
-    assert all(line.startswith("> ") or line in own for line in lines)
-    spoken = [line for text in texts for line in text.strip().splitlines()]
-    assert [line[2:] for line in lines if line.startswith("> ")] == spoken
+def test_a_quote_is_one_line_that_nothing_in_it_can_end(texts: list[str]) -> None:
+    roles = ["user", "assistant", "tool"]
+    passages = [Passage(n + 1, 0, 0, roles[n % 3], text.strip(), 0, 0) for n, text in enumerate(texts)]
+    first, *lines = quoted(passages[::-1]).splitlines()
+    assert first == "Earlier in this conversation:"
+    assert len(lines) == len(passages)
+    for line, passage in zip(lines, passages, strict=True):
+        prefix = "" if passage.role == "user" else f"{passage.role}: "
+        assert line.startswith(f'{prefix}"')
+        assert json.loads(line.removeprefix(prefix)) == passage.text
 
 
 # Turns, without an engine
@@ -103,21 +122,21 @@ def long_talk(num: int = 12, **options: Any) -> tuple[Talk, list[Any]]:
     """A talk of so many turns about one thing each, and its messages."""
     talk, messages = Talk(MODEL, **options), []
     for number in range(num):
-        messages.append(user(f"The colour of box number {number} is hue{number}, and nothing else is."))
+        messages.append(user(f"alpha{number}: gamma{number} delta{number} zeta{number}."))
         messages.append(talk.take_turn(messages, f"Noted {number}.").turn.reply)
     return talk, messages
 
 
 def asked_about(talk: Talk, messages: list[Any], number: int) -> str:
-    prepared = talk.prepare([*messages, user(f"Which colour has box number {number}?")])
-    talk.check(prepared, talk.prepare([*messages, user(f"Which colour has box number {number}?")], NO_RECALL))
+    prepared = talk.prepare([*messages, user(f"What was alpha{number}?")])
+    talk.check(prepared, talk.prepare([*messages, user(f"What was alpha{number}?")], NO_RECALL))
     return talk.model.tokenizer.decode(prepared.prompt.ids)
 
 
 def test_what_is_out_of_view_is_quoted_and_nothing_is_while_all_is_in_view() -> None:
     talk, messages = long_talk()
-    assert "> The colour of box number 1 is hue1, and" in asked_about(talk, messages, 1)
-    assert "> The colour of box number 11" not in asked_about(talk, messages, 11)
+    assert '"alpha1: gamma1' in asked_about(talk, messages, 1)
+    assert '"alpha11' not in asked_about(talk, messages, 11)
     wide, messages = long_talk(recent=4096)
     assert "Earlier" not in asked_about(wide, messages, 1)
     assert all(node.turn.facts.recalled is None for node in wide.tree.nodes)
@@ -125,10 +144,10 @@ def test_what_is_out_of_view_is_quoted_and_nothing_is_while_all_is_in_view() -> 
 
 def test_what_a_quote_in_view_says_is_not_quoted_again() -> None:
     talk, messages = long_talk()
-    assert "> The colour of box number 1 is" in asked_about(talk, messages, 1)
-    messages.append(user("Which colour has box number 1?"))
-    messages.append(talk.take_turn(messages, "It is hue1.").turn.reply)
-    assert "> The colour of box number 1 is" not in asked_about(talk, messages, 1)
+    assert '"alpha1: gamma1' in asked_about(talk, messages, 1)
+    messages.append(user("What was alpha1?"))
+    messages.append(talk.take_turn(messages, "Just that.").turn.reply)
+    assert '"alpha1: gamma1' not in asked_about(talk, messages, 1)
 
 
 def test_only_what_was_said_on_the_same_path_is_quoted() -> None:
@@ -138,33 +157,46 @@ def test_only_what_was_said_on_the_same_path_is_quoted() -> None:
     for conversation in (base, begun):
         messages = list(conversation)
         for number in range(20, 30):
-            messages.append(user(f"The size of bag number {number} is size{number}, and nothing else is."))
+            messages.append(user(f"beta{number}: kappa{number} sigma{number} theta{number}, alike."))
             messages.append(talk.take_turn(messages, f"Noted {number}.").turn.reply)
-        text = asked_about(talk, messages, 5)
-        assert "Earlier in this conversation" in text
-        assert "hue5" not in text
-    assert "> The colour of box number 5 is hue5" in asked_about(talk, [*base, *rest], 5)
+        text = asked_about(talk, messages, 5) + asked_about(talk, messages, 0)
+        assert "gamma5" not in text
+        assert ("gamma0" in text) == (conversation is base)
+    assert '"alpha5: gamma5' in asked_about(talk, [*base, *rest], 5)
 
 
-@pytest.mark.parametrize("limits", [(1, 8), (20, 8), (64, 1), (10**9, 64), (64, 0)])
+@pytest.mark.parametrize("limits", [(1, 8), (12, 8), (64, 1), (10**9, 64), (64, 0)])
 def test_quotes_keep_their_limits_and_leave_the_new_message_its_room(limits: tuple[int, int]) -> None:
     talk, messages = long_talk(recent=128)
     talk.limits = RecallLimits(*limits)
     for size in (1, 40, 100, 116, 200):
-        question = [*messages, user("Which colours have the boxes number 1 2 3?" + " again" * size)]
+        question = [*messages, user("What are alpha1 and alpha2?" + " again" * size)]
         prepared, plain = talk.prepare(question), talk.prepare(question, NO_RECALL)
         talk.check(prepared, plain)
-        may_be = limits[1] > 0 and min(limits[0], 128 - len(plain.prompt.ids)) > 30
-        assert (prepared.recalled is not None) == may_be
+        room = min(limits[0], 128 - len(plain.prompt.ids))
+        if not 12 < room < 32:  # a quote has about 20 tokens
+            assert (prepared.recalled is not None) == (limits[1] > 0 and room > 12)
 
 
-_BEGINNINGS = ["", " ", "\n", "\n\n\n", "Earlier", "Earlier in this conversation:\n> ", "\u0301", "> ", "1", "A", "\t"]
+_BEGINNINGS = [
+    "",
+    " ",
+    "\n",
+    "\n\n\n",
+    "Earlier ",
+    "Earlier in this conversation:\n> ",
+    "\u0301",
+    "> ",
+    "1 ",
+    "A ",
+    "\t",
+]
 
 
 @pytest.mark.parametrize("beginning", _BEGINNINGS)
 def test_the_message_after_the_quotes_has_the_tokens_that_it_has_without(beginning: str) -> None:
     talk, messages = long_talk()
-    question = [*messages, user(f"{beginning}Which colour has box number 1?")]
+    question = [*messages, user(f"{beginning}What was alpha1?")]
     prepared = talk.prepare(question)
     assert prepared.recalled is not None
     talk.check(prepared, talk.prepare(question, NO_RECALL))
@@ -232,3 +264,213 @@ class Recalling(RuleBasedStateMachine):
 
 TestRecalling = Recalling.TestCase
 TestRecalling.settings = settings(max_examples=examples(15), stateful_step_count=30)
+
+
+# Turns on an engine
+
+TOLD = [f"alpha{number}: gamma{number} delta{number}." for number in range(12)]
+
+
+def small_engine(**options: Any) -> SlowEngine:
+    shape = SlabShape(recent=96, max_pin=32, prefill_chunk=64, rewind_tokens=64)
+    return wordy_engine(**{"shape": shape, "forward_s": 0.0} | options)
+
+
+@contextlib.asynccontextmanager
+async def recalling(
+    engine: SlowEngine | None = None, tokens: int = 48, **options: Any
+) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    chat = default_chat(recall_tokens=tokens)
+    served = serving(engine or small_engine(), chat, **{"max_parked": 100} | options)
+    async with served as server, client_of(server) as client:
+        yield server, client
+
+
+async def say(client: httpx.AsyncClient, session: str, texts: list[str], text: str, **options: Any) -> httpx.Response:
+    """One more turn of a conversation; `texts` grow by what was said and by the reply."""
+    response = await client.post(chat_path(session), json=said(*texts, text, **options))
+    assert response.status_code == 200, response.text
+    texts += [text, response.json()["choices"][0]["message"]["content"]]
+    return response
+
+
+async def told(client: httpx.AsyncClient, **fields: Any) -> tuple[str, list[str]]:
+    """A session that was told what is in TOLD."""
+    session, texts = await open_session(client, **fields), []
+    for text in TOLD:
+        await say(client, session, texts, text)
+    return session, texts
+
+
+def num_recalled(response: httpx.Response) -> int:
+    """Of a whole reply; header and usage agree."""
+    assert response.status_code == 200, response.text
+    num: int = response.json()["usage"]["holdfast"]["recalled_tokens"]
+    assert response.headers.get("holdfast-recalled-tokens", "0") == str(num)
+    return num
+
+
+def is_with_quotes(given: list[int], plain: list[int], num: int) -> bool:
+    """Whether the tokens are the plain ones with so many more in one place."""
+    assert len(given) == len(plain) + num
+    return any(given[:at] + given[at + num :] == plain for at in range(len(plain) + 1))
+
+
+@pytest.mark.parametrize("history", ["strict", "forest"])
+async def test_a_turn_computes_what_is_new_what_it_recalls_and_the_pending_token(history: str) -> None:
+    """And its tokens are those of the plain rendering and the quotes, however long the session is."""
+    source, texts, num_turns = random.Random(1), list[str](), examples(60)
+    async with recalling() as (_, client):
+        session, turns = await open_session(client, history=history, pin_tokens=8), []
+        for number in range(num_turns):
+            text = f"alpha{number}: gamma{number}." if number % 3 else f"What was alpha{source.randrange(number + 1)}?"
+            turns.append((await say(client, session, texts, text, max_tokens=2)).json()["usage"])
+        info = (await client.get(f"/sessions/{session}", params={"branches": "all"})).json()
+    end, counts = 0, []
+    for number, (usage, record) in enumerate(zip(turns, info["records"], strict=True)):
+        ids, facts = record["request"]["input_ids"], usage["holdfast"]
+        message = user(texts[2 * number])
+        plain = MODEL.continuation.tail(ids[end - 1], [message]) if end else MODEL.continuation.first([message])
+        counts.append(facts["recalled_tokens"])
+        assert is_with_quotes(ids[end:], plain.ids, counts[-1])
+        assert facts["prefilled_tokens"] == len(plain.ids) + counts[-1] + bool(end)
+        assert facts["recomputed_tokens"] == 0
+        assert usage["prompt_tokens"] == len(ids)
+        end = len(ids) + usage["completion_tokens"]
+        assert facts["dropped_tokens"] == max(0, end - 96 - 8)
+    assert max(counts) <= 48
+    assert sum(map(bool, counts)) > num_turns // 10
+    assert info["history_length"] == end
+
+
+async def test_a_turn_made_again_is_the_same_wherever_and_whenever(tmp_path: Path) -> None:
+    """After branches, on a fork, from a file, after a restart, beside other sessions, as a stream."""
+    async with recalling(tokens=0, data_dir=str(tmp_path)) as (_, client):
+        session, texts = await told(client, recall={"tokens": 40, "passages": 2})
+        body = said(*texts, "What were alpha1 and alpha2?", max_tokens=6)
+
+        async def made(client: httpx.AsyncClient, session: str) -> tuple[Any, ...]:
+            response = await client.post(chat_path(session), json=body)
+            records = (await client.get(f"/sessions/{session}", params={"branches": "all"})).json()["records"]
+            assert records[-1]["response"] == response.json()
+            return (
+                num_recalled(response),
+                response.json()["choices"],
+                records[-1]["request"]["input_ids"],
+                response.json()["usage"]["prompt_tokens"],
+            )
+
+        fork = (await client.post(f"/sessions/{session}/fork")).json()["session_id"]
+        file = (await client.get(f"/sessions/{session}/export")).content
+        first = await made(client, session)
+        assert 0 < first[0] <= 40
+        await say(client, session, list(texts), "alpha1 is something else on this branch.")
+        await told(client)
+        streamed = await client.post(
+            chat_path(fork), json=body | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        events = as_events_text(streamed.text)
+        assert text_of(events) == first[1][0]["message"]["content"]
+        assert events[-2]["usage"]["holdfast"]["recalled_tokens"] == first[0]
+        assert streamed.headers["holdfast-recalled-tokens"] == str(first[0])
+        assert await made(client, session) == await made(client, fork) == first
+        imported = (await client.post("/sessions/import", content=file)).json()["session_id"]
+        assert await made(client, imported) == first
+    async with recalling(tokens=0, data_dir=str(tmp_path)) as (_, client):
+        for each in (session, fork, imported):
+            assert await made(client, each) == first
+
+
+async def test_another_member_makes_the_same_turn_from_the_record_in_postgresql(postgres: str) -> None:
+    replies = []
+    session = ""
+    for _ in range(2):
+        async with recalling(journal=postgres) as (_, client):
+            if not session:
+                session, texts = await told(client, recall={"tokens": 40})
+            response = await client.post(chat_path(session), json=said(*texts, "What was alpha1?"))
+            replies.append((num_recalled(response), response.json()["choices"]))
+    assert replies[0] == replies[1]
+    assert replies[0][0] > 0
+
+
+async def test_a_request_decides_before_its_session_and_that_before_the_server() -> None:
+    async with recalling() as (_, client):
+        for of_session, of_request, expected in [
+            ({}, {}, True),
+            ({}, {"recall": False}, False),
+            ({"recall": False}, {}, False),
+            ({"recall": False}, {"recall": {"tokens": 40}}, True),
+            ({"recall": {"tokens": 2**31 - 1, "passages": 64}}, {}, True),
+            ({"recall": {"tokens": 40}}, {"recall": {"tokens": 0}}, False),
+            ({"metadata": {"holdfast-recall": "0/8"}}, {}, False),
+        ]:
+            session, texts = await told(client, **of_session)
+            response = await say(client, session, texts, "What was alpha1?", **of_request)
+            assert (num_recalled(response) > 0) == expected, (of_session, of_request)
+
+
+async def test_what_recall_cannot_be_is_refused_with_a_sentence() -> None:
+    async with recalling() as (_, client):
+        session = await open_session(client)
+        bad = [True, 1, "all", [], {}, {"tokens": -1}, {"tokens": 2**31}, {"tokens": "5"}, {"tokens": True}]
+        for value in (*bad, {"tokens": 5, "passages": 0}, {"tokens": 5, "passages": 65}):
+            of_session = await client.post("/sessions", json={"recall": value})
+            in_chat = await client.post(chat_path(session), json=said("Hi", recall=value))
+            assert error_of(of_session)["param"] == error_of(in_chat)["param"]
+            for path, body in [
+                ("messages", {"model": "test", "max_tokens": 4, "messages": [user("Hi")]}),
+                ("responses", {"model": "test", "input": "Hi"}),
+            ]:
+                refused = await client.post(f"/sessions/{session}/v1/{path}", json=body | {"recall": value})
+                assert "recall" in error_of(refused)["message"]
+        for text in ["", "5", "5/", "-5/8", "5/8/9", "\u0665/\u0668", "99999999999/8"]:
+            refused = await client.post("/sessions", json={"metadata": {"holdfast-recall": text}})
+            assert error_of(refused)["param"] == "metadata.holdfast-recall"
+        full = {f"key{number}": "" for number in range(64)}
+        refused = await client.post("/sessions", json={"metadata": full, "recall": {"tokens": 5}})
+        assert error_of(refused)["param"] == "metadata"
+        refused = await client.post("/v1/chat/completions", json=said("Hi", recall={"tokens": 5}))
+        assert error_of(refused)["param"] == "recall"
+        assert (await client.get(f"/sessions/{session}")).json()["turns"] == 0
+
+
+async def test_all_three_apis_recall_the_same() -> None:
+    async with recalling(tokens=0) as (_, client):
+        session, texts = await told(client)
+        question, recall = "What was alpha1?", {"tokens": 40}
+        messages = said(*texts, question)["messages"]
+        for path, body in [
+            ("chat/completions", {"messages": messages, "max_tokens": 4}),
+            ("messages", {"messages": messages, "max_tokens": 4}),
+            ("responses", {"input": messages, "max_output_tokens": 4}),
+        ]:
+            sent = {"model": "test", "recall": recall} | body
+            response = await client.post(f"/sessions/{session}/v1/{path}", json=sent)
+            assert response.status_code == 200, response.text
+            assert int(response.headers["holdfast-recalled-tokens"]) > 0
+            assert "holdfast-ignored-fields" not in response.headers
+        records = (await client.get(f"/sessions/{session}", params={"branches": "all"})).json()["records"]
+        assert len({tuple(record["request"]["input_ids"]) for record in records[-3:]}) == 1
+
+
+async def test_a_cancelled_turn_leaves_no_quotes_behind() -> None:
+    engine = small_engine()
+    async with recalling(engine) as (server, client):
+        session, texts = await told(client)
+        before = (await client.get(f"/sessions/{session}")).json()["history_length"]
+        num_forwards = engine.num_forwards
+        with held(engine):
+            turn = asyncio.ensure_future(client.post(chat_path(session), json=said(*texts, "What was alpha1?")))
+            await until(lambda: engine.num_forwards > num_forwards)
+            turn.cancel()
+            await until(turn.done)
+        left = server.metrics.http_requests.labels("session_chat", "499")
+        await until(lambda: left._value.get() == 1)
+        info = await eventually(lambda: client.get(f"/sessions/{session}"), lambda info: not info.json()["is_busy"])
+        assert info.json()["history_length"] == before
+        other, same = await told(client)
+        assert same == texts
+        replies = [await say(client, each, list(texts), "What was alpha1?") for each in (session, other)]
+        assert replies[0].json()["choices"] == replies[1].json()["choices"]
+        assert num_recalled(replies[0]) == num_recalled(replies[1]) > 0

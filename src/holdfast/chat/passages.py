@@ -141,7 +141,7 @@ def _stem(word: str) -> str:
         word = word[:-1]
     word = _ENDING.sub("", word)
     word = word.removesuffix("e") if len(word) > 3 else word
-    return word[:-1] if len(word) > 3 and word[-1] == word[-2] else word  # as in "stopped"
+    return word[:-1] if len(word) > 3 and word[-1] == word[-2] > "9" else word  # as in "stopped", not in "2011"
 
 
 def is_question(text: str) -> bool:

@@ -23,6 +23,7 @@ from holdfast.chats.turn import ChatSetup, ChatTurn
 from holdfast.chats.view import WHOLE
 from holdfast.errors import HoldfastError, InvalidArgument, JournalFailed, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
+from holdfast.sessions.limits import check_metadata
 from holdfast.sessions.record import TemplateInputs, without
 from holdfast.sessions.session import NAME
 from holdfast.sessions.transfers import ChatContent
@@ -100,6 +101,7 @@ class ChatService:
         """A new chat session. `is_forest`: it may hold many conversations; None: as the server's settings say. With a
         `name` it fails where another session has that; None: the one that its metadata gives it, if that is free."""
         metadata = {**(metadata or {}), **(recall.as_metadata() if recall else {})}
+        check_metadata("metadata", metadata)
         recall = RecallLimits.of_metadata(metadata)
         if name is None:
             name = await self._runtime.free_name(owner, metadata)

@@ -12,7 +12,7 @@ from holdfast.chats.events import ChatRequest
 from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import StatelessReplies, StatelessRequest
 from holdfast.chats.turn import check_fits, run_off_loop
-from holdfast.errors import ModelNotFound
+from holdfast.errors import InvalidArgument, ModelNotFound
 from holdfast.serving.http.bodies import decode_chat
 from holdfast.serving.http.dialects.chat import ChatReplies
 from holdfast.serving.http.middleware import owner_of
@@ -68,6 +68,8 @@ class OpenAIRoutes:
         call, chat_body = await self._read(request)
         body, raw = call.body, call.raw
         chat, model = self._chat, self._model
+        if chat_body.recall is not None and chat_body.recall.tokens:
+            raise InvalidArgument("recall quotes the past of a session; open one with POST /sessions", param="recall")
         pinned = None
         if body.input_ids is not None:
             ids, is_reasoning = checked_ids(body.input_ids, "input_ids", model), False

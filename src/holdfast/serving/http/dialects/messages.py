@@ -45,7 +45,7 @@ from holdfast.serving.http.dialects.base import (
 )
 from holdfast.serving.http.render import Writer
 
-_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "recall")
 _READ = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config", "thread"}
 _INNER = {
     *("role", "content", "type", "text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id"),

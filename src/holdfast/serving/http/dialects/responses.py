@@ -54,7 +54,7 @@ from holdfast.serving.http.dialects.base import (
 )
 from holdfast.serving.http.render import Writer
 
-_SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "truncation", "metadata")
+_SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "truncation", "metadata", "recall")
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "truncation",
              "reasoning", "text", "user", "prompt_cache_key", "safety_identifier", "service_tier", "store",
              "previous_response_id")  # fmt: skip
