@@ -169,7 +169,19 @@ def test_quotes_keep_their_limits_and_leave_the_new_message_its_room(limits: tup
         assert (prepared.recalled is not None) == may_be
 
 
-_BEGINNINGS = ["", " ", "\n", "\n\n\n", "Earlier ", "Earlier in this conversation:\n> ", "\u0301", "> ", "1 ", "A ", "\t"]
+_BEGINNINGS = [
+    "",
+    " ",
+    "\n",
+    "\n\n\n",
+    "Earlier ",
+    "Earlier in this conversation:\n> ",
+    "\u0301",
+    "> ",
+    "1 ",
+    "A ",
+    "\t",
+]
 
 
 @pytest.mark.parametrize("beginning", _BEGINNINGS)
