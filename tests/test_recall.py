@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
 from holdfast.chats.recall import NO_RECALL, RecallLimits
 from holdfast.engine.slab import SlabShape
+from holdfast.engine.speculation import NGram, Speculator
+from holdfast.engine.worker import Worker
+from holdfast.errors import JournalFailed
+from holdfast.sessions.operations import Claim
 from tests.effort import examples
 from tests.recalling import Talk, user
 from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
@@ -454,6 +459,19 @@ async def test_all_three_apis_recall_the_same() -> None:
         assert len({tuple(record["request"]["input_ids"]) for record in records[-3:]}) == 1
 
 
+async def check_untouched(client: httpx.AsyncClient, session: str, texts: list[str], length: int) -> None:
+    """The session is as long as it was, and its next turn is that of a session that nothing happened to."""
+    info = await eventually(lambda: client.get(f"/sessions/{session}"), lambda info: not info.json()["is_busy"])
+    assert info.json()["history_length"] == length
+    other, same = await told(client)
+    assert same == texts
+    replies = [await say(client, each, list(texts), "What was alpha1?") for each in (session, other)]
+    assert replies[0].json()["choices"] == replies[1].json()["choices"]
+    assert num_recalled(replies[0]) == num_recalled(replies[1]) > 0
+    lengths = [(await client.get(f"/sessions/{each}")).json()["history_length"] for each in (session, other)]
+    assert lengths[0] == lengths[1]
+
+
 async def test_a_cancelled_turn_leaves_no_quotes_behind() -> None:
     engine = small_engine()
     async with recalling(engine) as (server, client):
@@ -467,10 +485,33 @@ async def test_a_cancelled_turn_leaves_no_quotes_behind() -> None:
             await until(turn.done)
         left = server.metrics.http_requests.labels("session_chat", "499")
         await until(lambda: left._value.get() == 1)
-        info = await eventually(lambda: client.get(f"/sessions/{session}"), lambda info: not info.json()["is_busy"])
-        assert info.json()["history_length"] == before
-        other, same = await told(client)
-        assert same == texts
-        replies = [await say(client, each, list(texts), "What was alpha1?") for each in (session, other)]
-        assert replies[0].json()["choices"] == replies[1].json()["choices"]
-        assert num_recalled(replies[0]) == num_recalled(replies[1]) > 0
+        await check_untouched(client, session, texts, before)
+
+
+async def test_a_turn_that_could_not_be_recorded_leaves_no_quotes_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> None:
+        raise JournalFailed("no room")
+
+    async with recalling() as (_, client):
+        session, texts = await told(client)
+        before = (await client.get(f"/sessions/{session}")).json()["history_length"]
+        with monkeypatch.context() as patched:
+            patched.setattr(Claim, "record", fail)
+            refused = await client.post(chat_path(session), json=said(*texts, "What was alpha1?"))
+            assert error_of(refused)["message"] == "no room"
+        await check_untouched(client, session, texts, before)
+
+
+async def test_drafts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With quotes, which are what drafts are taken from, as without."""
+    talks = []
+    for speculator in (None, Speculator(NGram(), draft_length=4, row_cost=0.0)):
+        monkeypatch.setattr("tests.serving.Worker", partial(Worker, speculator=speculator))
+        shape = SlabShape(recent=96, max_pin=32, prefill_chunk=64, rewind_tokens=64, draft_length=4)
+        async with recalling(small_engine(shape=shape)) as (_, client):
+            session, texts = await told(client)
+            asked = [await say(client, session, texts, f"What was alpha{n}?", temperature=0) for n in (1, 2, 1)]
+            records = (await client.get(f"/sessions/{session}")).json()["records"]
+            talks.append((texts, [*map(num_recalled, asked)], [record["request"]["input_ids"] for record in records]))
+    assert talks[0] == talks[1]
+    assert any(talks[0][1])
