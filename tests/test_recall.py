@@ -19,14 +19,16 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
 from holdfast.chats.recall import NO_RECALL, RecallLimits
+from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.speculation import NGram, Speculator
+from holdfast.engine.torch import TorchEngine
 from holdfast.engine.worker import Worker
 from holdfast.errors import JournalFailed
 from holdfast.sessions.operations import Claim
 from tests.effort import examples
 from tests.recalling import Talk, user
-from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
+from tests.serving import ScriptedEngine, Server, SlowEngine, default_chat, held, serving, wordy_engine
 from tests.talking import as_events_text, chat_path, client_of, error_of, eventually, open_session, said, text_of, until
 
 MODEL = default_chat().model
@@ -283,7 +285,7 @@ def small_engine(**options: Any) -> SlowEngine:
 
 @contextlib.asynccontextmanager
 async def recalling(
-    engine: SlowEngine | None = None, tokens: int = 48, **options: Any
+    engine: Engine | None = None, tokens: int = 48, **options: Any
 ) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     chat = default_chat(recall_tokens=tokens)
     served = serving(engine or small_engine(), chat, **{"max_parked": 100} | options)
@@ -502,16 +504,32 @@ async def test_a_turn_that_could_not_be_recorded_leaves_no_quotes_behind(monkeyp
         await check_untouched(client, session, texts, before)
 
 
-async def test_drafts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With quotes, which are what drafts are taken from, as without."""
-    talks = []
+async def test_drafts_of_what_is_quoted_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    talks, accepted = [], []
+    shape = SlabShape(recent=96, max_pin=32, prefill_chunk=64, rewind_tokens=64, draft_length=4)
+    script = {7: MODEL.tokenizer.encode("alpha1: gamma1 delta1.")}
+    vocab_size = small_engine().info.vocab_size
     for speculator in (None, Speculator(NGram(), draft_length=4, row_cost=0.0)):
         monkeypatch.setattr("tests.serving.Worker", partial(Worker, speculator=speculator))
-        shape = SlabShape(recent=96, max_pin=32, prefill_chunk=64, rewind_tokens=64, draft_length=4)
-        async with recalling(small_engine(shape=shape)) as (_, client):
+        engine = ScriptedEngine(script, shape=shape, vocab_size=vocab_size, forward_s=0.0)
+        async with recalling(engine) as (_, client):
             session, texts = await told(client)
-            asked = [await say(client, session, texts, f"What was alpha{n}?", temperature=0) for n in (1, 2, 1)]
+            options = {"temperature": 0, "seed": 7, "max_tokens": len(script[7])}
+            asked = [await say(client, session, texts, f"What was alpha{n}?", **options) for n in (1, 2, 1)]
             records = (await client.get(f"/sessions/{session}")).json()["records"]
-            talks.append((texts, [*map(num_recalled, asked)], [record["request"]["input_ids"] for record in records]))
+        talks.append((texts, [*map(num_recalled, asked)], [record["request"]["input_ids"] for record in records]))
+        accepted.append(sum(record["effort"].get("spec_accepted", 0) for record in records))
     assert talks[0] == talks[1]
-    assert any(talks[0][1])
+    assert talks[0][1][0] > 0
+    assert accepted[0] == 0 < accepted[1]
+
+
+async def test_the_real_model_says_the_same_of_the_same_quotes(default_engine: TorchEngine) -> None:
+    async with recalling(default_engine) as (_, client):
+        session, texts = await open_session(client), []
+        for text in TOLD[:3]:
+            await say(client, session, texts, text, max_tokens=1)
+        forks = [(await client.post(f"/sessions/{session}/fork")).json()["session_id"] for _ in range(2)]
+        replies = [await say(client, each, list(texts), "What was alpha0?", max_tokens=3) for each in forks]
+        assert num_recalled(replies[0]) == num_recalled(replies[1]) > 0
+        assert replies[0].json()["choices"] == replies[1].json()["choices"]
