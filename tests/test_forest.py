@@ -284,6 +284,7 @@ class Talker:
         self._name = name
         self._messages: list[dict[str, str]] = [{"role": "system", "content": name}]
         self.told: list[Turn] = []
+        self.num_recalled = 0  # tokens
 
     async def run(self, num_steps: int) -> None:
         for step in range(num_steps):
@@ -317,6 +318,7 @@ class Talker:
     async def _answer(self, body: dict[str, Any], headers: dict[str, str]) -> str:
         response = await self._send(self._path, json=body, headers=headers)
         assert response.status_code == 200, response.text
+        self.num_recalled += int(response.headers.get("holdfast-recalled-tokens", 0))
         return str(response.json()["choices"][0]["message"]["content"])
 
 
@@ -357,6 +359,7 @@ async def test_eight_conversations_in_any_interleaving_are_what_each_of_them_wou
             for number in range(8)
         ]
         await asyncio.gather(*(talker.run(8) for talker in talkers))
+        assert any(talker.num_recalled for talker in talkers)
         paths = await check_told(client, session, talkers)
         for path in source.sample(paths, 6):
             alone = await open_session(client, recall=recall)

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
 from holdfast.chats.recall import NO_RECALL, RecallLimits
+from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
+from holdfast.engine.speculation import NGram, Speculator
+from holdfast.engine.torch import TorchEngine
+from holdfast.engine.worker import Worker
+from holdfast.errors import JournalFailed
+from holdfast.sessions.operations import Claim
 from tests.effort import examples
 from tests.recalling import Talk, user
-from tests.serving import Server, SlowEngine, default_chat, held, serving, wordy_engine
+from tests.serving import ScriptedEngine, Server, SlowEngine, default_chat, held, serving, wordy_engine
 from tests.talking import as_events_text, chat_path, client_of, error_of, eventually, open_session, said, text_of, until
 
 MODEL = default_chat().model
@@ -278,7 +285,7 @@ def small_engine(**options: Any) -> SlowEngine:
 
 @contextlib.asynccontextmanager
 async def recalling(
-    engine: SlowEngine | None = None, tokens: int = 48, **options: Any
+    engine: Engine | None = None, tokens: int = 48, **options: Any
 ) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     chat = default_chat(recall_tokens=tokens)
     served = serving(engine or small_engine(), chat, **{"max_parked": 100} | options)
@@ -454,6 +461,19 @@ async def test_all_three_apis_recall_the_same() -> None:
         assert len({tuple(record["request"]["input_ids"]) for record in records[-3:]}) == 1
 
 
+async def check_untouched(client: httpx.AsyncClient, session: str, texts: list[str], length: int) -> None:
+    """The session is as long as it was, and its next turn is that of a session that nothing happened to."""
+    info = await eventually(lambda: client.get(f"/sessions/{session}"), lambda info: not info.json()["is_busy"])
+    assert info.json()["history_length"] == length
+    other, same = await told(client)
+    assert same == texts
+    replies = [await say(client, each, list(texts), "What was alpha1?") for each in (session, other)]
+    assert replies[0].json()["choices"] == replies[1].json()["choices"]
+    assert num_recalled(replies[0]) == num_recalled(replies[1]) > 0
+    lengths = [(await client.get(f"/sessions/{each}")).json()["history_length"] for each in (session, other)]
+    assert lengths[0] == lengths[1]
+
+
 async def test_a_cancelled_turn_leaves_no_quotes_behind() -> None:
     engine = small_engine()
     async with recalling(engine) as (server, client):
@@ -467,10 +487,49 @@ async def test_a_cancelled_turn_leaves_no_quotes_behind() -> None:
             await until(turn.done)
         left = server.metrics.http_requests.labels("session_chat", "499")
         await until(lambda: left._value.get() == 1)
-        info = await eventually(lambda: client.get(f"/sessions/{session}"), lambda info: not info.json()["is_busy"])
-        assert info.json()["history_length"] == before
-        other, same = await told(client)
-        assert same == texts
-        replies = [await say(client, each, list(texts), "What was alpha1?") for each in (session, other)]
-        assert replies[0].json()["choices"] == replies[1].json()["choices"]
+        await check_untouched(client, session, texts, before)
+
+
+async def test_a_turn_that_could_not_be_recorded_leaves_no_quotes_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> None:
+        raise JournalFailed("no room")
+
+    async with recalling() as (_, client):
+        session, texts = await told(client)
+        before = (await client.get(f"/sessions/{session}")).json()["history_length"]
+        with monkeypatch.context() as patched:
+            patched.setattr(Claim, "record", fail)
+            refused = await client.post(chat_path(session), json=said(*texts, "What was alpha1?"))
+            assert error_of(refused)["message"] == "no room"
+        await check_untouched(client, session, texts, before)
+
+
+async def test_drafts_of_what_is_quoted_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    talks, accepted = [], []
+    shape = SlabShape(recent=96, max_pin=32, prefill_chunk=64, rewind_tokens=64, draft_length=4)
+    script = {7: MODEL.tokenizer.encode("alpha1: gamma1 delta1.")}
+    vocab_size = small_engine().info.vocab_size
+    for speculator in (None, Speculator(NGram(), draft_length=4, row_cost=0.0)):
+        monkeypatch.setattr("tests.serving.Worker", partial(Worker, speculator=speculator))
+        engine = ScriptedEngine(script, shape=shape, vocab_size=vocab_size, forward_s=0.0)
+        async with recalling(engine) as (_, client):
+            session, texts = await told(client)
+            options = {"temperature": 0, "seed": 7, "max_tokens": len(script[7])}
+            asked = [await say(client, session, texts, f"What was alpha{n}?", **options) for n in (1, 2, 1)]
+            records = (await client.get(f"/sessions/{session}")).json()["records"]
+        talks.append((texts, [*map(num_recalled, asked)], [record["request"]["input_ids"] for record in records]))
+        accepted.append(sum(record["effort"].get("spec_accepted", 0) for record in records))
+    assert talks[0] == talks[1]
+    assert talks[0][1][0] > 0
+    assert accepted[0] == 0 < accepted[1]
+
+
+async def test_the_real_model_says_the_same_of_the_same_quotes(default_engine: TorchEngine) -> None:
+    async with recalling(default_engine) as (_, client):
+        session, texts = await open_session(client), []
+        for text in TOLD[:3]:
+            await say(client, session, texts, text, max_tokens=1)
+        forks = [(await client.post(f"/sessions/{session}/fork")).json()["session_id"] for _ in range(2)]
+        replies = [await say(client, each, list(texts), "What was alpha0?", max_tokens=3) for each in forks]
         assert num_recalled(replies[0]) == num_recalled(replies[1]) > 0
+        assert replies[0].json()["choices"] == replies[1].json()["choices"]
