@@ -653,11 +653,12 @@ def test_scale_is_measured_beside_sqlite_and_with_a_hop(tmp_path: Path, capsys: 
         assert report["figures"][f"{contestant}/turns_per_s"]["values"][0] > 0
 
 
-@pytest.mark.parametrize("journal", ["own", *([""] if THOROUGH else [])])
+@pytest.mark.parametrize("journal", ["url", *(["own", ""] if THOROUGH else [])])
 def test_resting_sessions_are_written_and_continued(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], journal: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], postgres: str, journal: str
 ) -> None:
-    short = {"sessions": 6, "few": 4, "turns": 3, "starts": 1, "asked": 2, "fillers": 2, "journal": journal}
+    place = postgres if journal == "url" else journal
+    short = {"sessions": 6, "few": 4, "turns": 3, "starts": 1, "asked": 2, "fillers": 2, "journal": place}
     flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
     main(["bench", "resting", *flags, "--json", "-", "--output", str(tmp_path)])
     report = json.loads(capsys.readouterr().out)
@@ -665,3 +666,6 @@ def test_resting_sessions_are_written_and_continued(
     assert gates["replies"], report["notes"]
     assert gates["records"], report["notes"]
     assert report["figures"]["many/start_s"]["summary"]["count"] == 1
+    if place == postgres:
+        assert main(["journal", "check", postgres]) == 0
+        assert "7 of 7 sessions are intact, with 29 turns" in capsys.readouterr().out

@@ -206,6 +206,19 @@ def test_history_and_tail_are_the_whole_render_and_replies_are_read_back(name: s
     check_hostile_quotes(family_model(name))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_without_its_first_turn_begins_as_the_template_begins_one(name: str) -> None:
+    continuation = family_model(name).continuation
+    one, other = ({"role": "user", "content": text} for text in ("Hello there", "What now?"))
+    for system in ([{"role": "system", "content": "Be kind."}] if FAMILIES[name].has_system else [], []):
+        opening = continuation.opening([*system, one])
+        assert continuation.first([*system, one]).ids[: len(opening.ids)] == opening.ids
+        for last in (continuation.end_of_turn, None):
+            tail = continuation.tail(last, [other]).ids
+            shown = opening.ids + tail[opening.num_closing(tail) :]
+            assert shown == continuation.first([*system, other]).ids
+
+
 def _ids(name: str, *tokens: str) -> list[int]:
     return [family_model(name).tokenizer.control_tokens[token] for token in tokens]
 

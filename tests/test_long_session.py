@@ -304,7 +304,9 @@ def test_questions_differ_and_are_equally_long() -> None:
     tokenizer = default_chat().model.tokenizer
     asked = [question_of(number) for number in (0, 7, 999, 12_345)]
     assert len(set(asked)) == 4
-    assert len({len(tokenizer.encode(question_of(number))) for number in range(200)}) == 1
+    for is_about_past in (False, True):
+        texts = [question_of(number, is_about_past=is_about_past) for number in range(200)]
+        assert len({len(tokenizer.encode(text)) for text in texts}) == 1
 
 
 # The real thing, for a moment

@@ -17,8 +17,10 @@ import pytest
 from holdfast.chats import retry
 from holdfast.config import ServeConfig
 from holdfast.engine import stream as engine_stream
+from holdfast.serving import lifecycle
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
+from holdfast.sessions.journal import rows
 from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, eventually, open_session, refusal_of, said, until
 from tests.test_grpc import create, events_of, generate, info, refused
@@ -203,6 +205,28 @@ async def test_an_owner_that_has_too_much_on_record_adds_nothing_until_it_is_pur
         assert purged.json()["purged"] == 1
         await open_session(client)
         await _append(server, tokens)
+
+
+@pytest.mark.parametrize("place", ["data_dir", "journal"])
+async def test_a_start_does_not_wait_long_until_everything_on_record_is_counted(
+    tmp_path: Path, postgres: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count is held up in the database, as by many rows. Closing the journal ends it."""
+    options: dict[str, Any] = {place: postgres if place == "journal" else str(tmp_path), "owner_max_mb": 1}
+    endless = {
+        "data_dir": "WITH RECURSIVE r AS (SELECT 1 AS n UNION ALL SELECT n + 1 FROM r) SELECT max(n) FROM r",
+        "journal": "SELECT pg_sleep(600)",
+    }
+    monkeypatch.setattr(lifecycle, "_COUNT_S", 0.05)
+    monkeypatch.setattr(rows, "num_bytes_by_owner", lambda db: db.select(endless[place]))
+    async with (
+        serving(wordy_engine(forward_s=0), default_chat(), **options) as server,
+        client_of(server) as client,
+    ):
+        session = await open_session(client)
+        answer = await client.post(chat_path(session), json=said("a", **unread_field(1_200_000)))
+        assert answer.status_code == 200, answer.text
+        assert refusal_of(await client.post(chat_path(session), json=said("b"))) == (429, "quota_exceeded")
 
 
 async def test_without_a_data_directory_what_is_closed_counts_no_more() -> None:

@@ -33,7 +33,8 @@ from holdfast.sessions.journal import postgres_schema
 from holdfast.sessions.journal.base import Member, SessionClosed, SessionRested, TokensGiven, TurnDelivered
 from holdfast.sessions.journal.blobs import open_blobs
 from holdfast.sessions.journal.postgres import PostgresJournal
-from holdfast.sessions.journal.postgres_connection import Connection, connect
+from holdfast.sessions.journal.postgres_connection import connect
+from holdfast.sessions.journal.postgres_pipeline import Statements
 from holdfast.sessions.ports import ModelInfo
 from tests.postgres import PostgresServer, execute, on_database
 from tests.talking import until
@@ -266,20 +267,69 @@ async def test_sessions_of_members_that_ended_are_found_at_rest(postgres: str) -
         assert await two.rested(before=1e11) == [("b", "me"), ("a", "me")]
 
 
+# Statements
+
+
+def test_rows_and_counts_are_those_of_psycopg_and_answers_that_nobody_reads_block_nobody(postgres: str) -> None:
+    values = ["a\0b\x1bc\u00e4", 2**40, None, b"\0\xff", -1.5, True]
+    query = b"SELECT $1 AS a, $2 AS b, $3::text AS c, $4 AS d, $5 AS e, $6 AS f FROM generate_series(1, 3)"
+    with contextlib.closing(connect(postgres)) as connection:
+        plain = connection.execute(query, values).fetchall()
+        assert [plain[0][name] for name in "abcdef"] == values
+        for _ in range(2):
+            with connection.statements as statements:
+                for _ in range(16):  # more than the buffers of both sides hold
+                    statements.send(b"SELECT $1::bytea", [bytes(2**21)])
+                assert statements.select(query, values) == plain
+                assert statements.select(b"SELECT 1 AS a WHERE false") == []
+                assert statements.change(b"CREATE TEMP TABLE IF NOT EXISTS few (number bigint)") == 0
+                assert statements.change(b"INSERT INTO few SELECT * FROM generate_series(1, $1)", [7]) == 7
+            assert statements.status == b"INSERT 0 7"
+        assert connection.execute("SELECT count(*) AS num FROM few").fetchall() == [{"num": 14}]
+
+
+def test_the_first_statement_that_fails_is_raised_and_nothing_is_left_of_it(postgres: str) -> None:
+    with contextlib.closing(connect(postgres)) as connection:
+        connection.execute("CREATE TABLE few (number bigint CHECK (number < 9))")
+
+        def use(*queries: bytes, then: Exception | None = None) -> None:
+            with connection.statements as statements:
+                for query in queries:
+                    statements.send(query)
+                if then is not None:
+                    raise then
+
+        inserts = [b"INSERT INTO few VALUES (%d)" % number for number in (1, 9, 2)]
+        with pytest.raises(psycopg.errors.CheckViolation):
+            use(*inserts)
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            use(inserts[0], b"SELECT * FROM many", inserts[1])
+        with pytest.raises(LookupError, match="of the caller"):
+            use(b"SELECT * FROM many", then=LookupError("of the caller"))
+        connection.execute("CREATE TABLE many AS SELECT 4 AS four")
+        use(b"SELECT 5")
+        for query in ("SELECT 1", "SELECT 1", "SELECT 1", "BEGIN", "ROLLBACK"):
+            connection.execute(query)
+        use(b"SELECT 5")
+        with connection.statements as statements:
+            assert statements.select(b"SELECT * FROM many") == [{"four": 4}]
+            assert statements.select(b"SELECT * FROM few") == []
+
+
 # Links that break
 
 
 @contextlib.contextmanager
 def before_commits(action: Callable[[], None]) -> Iterator[None]:
     """`action` runs in the writer's thread before each COMMIT is sent."""
-    original = Connection.execute
+    original = Statements.send
 
-    def execute_after(self: Connection, query: Any, *args: Any, **kwargs: Any) -> Any:
-        if query == "COMMIT" and threading.current_thread().name == "holdfast-journal":
+    def send_after(self: Statements, query: bytes, *args: Any) -> Any:
+        if query == b"COMMIT" and threading.current_thread().name == "holdfast-journal":
             action()
-        return original(self, query, *args, **kwargs)
+        return original(self, query, *args)
 
-    with patch.object(Connection, "execute", execute_after):
+    with patch.object(Statements, "send", send_after):
         yield
 
 

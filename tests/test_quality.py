@@ -1,12 +1,14 @@
 """`holdfast bench quality`: gates that can fail, the arithmetic, and a moment of the real thing."""
 
+import contextlib
 import math
 from pathlib import Path
 
 import pytest
 
-from holdfast.bench import quality
+from holdfast.bench import quality, recall_quality
 from holdfast.bench.gates import share_at_least, stays_flat
+from holdfast.bench.processes import RunningServer
 from holdfast.bench.quality import facts, perplexities, recalls
 from holdfast.bench.report import Report, Results, Series, read
 from holdfast.bench.runner import Output, run
@@ -17,7 +19,7 @@ from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError
 from holdfast.models import GGUFSource, ModelSource
 from holdfast.testing.fake_engine import FakeEngine
-from tests.serving import default_chat
+from tests.serving import default_chat, serving_aside, wordy_engine
 
 SHAPE = SlabShape(recent=16, max_pin=8, prefill_chunk=8, rewind_tokens=0)
 
@@ -75,6 +77,65 @@ def test_quality_is_judged_by_all_that_can_go_wrong() -> None:
     assert len(_failed(nothing)) == 7
 
 
+def _asked(**changes: list[float]) -> Report:
+    settings = {"questions": 5, "windows": "2", "pass_keys": 2, "search_tokens": "200000"}
+    results = Results("quality", "", settings)
+    values = {
+        "in_view/answered": [1.0] * 5,
+        "on/2/answered": [1.0] * 4 + [0.0],
+        "off/2/answered": [0.0] * 5,
+        "on/false": [1.0, 0.0],
+        "off/false": [0.0, 1.0],
+        "pass_keys_in_view/answered": [1.0, 0.0],
+        "pass_keys_on/answered": [0.0, 1.0],
+        "pass_keys/kv_live_bytes": [7.0, 7.0],
+        "search/200000/ms": [1.0, 1.0, 9.0],
+    }
+    for name, found in (values | changes).items():
+        results.extend(name, "", found)
+    return results.report
+
+
+@pytest.mark.parametrize(
+    ("gate", "name", "values"),
+    [
+        ("recall_in_view", "in_view/answered", [0.0, 0.0, 1.0]),
+        ("recall_after_2_windows", "on/2/answered", [1.0, 1.0, 1.0, 0.0, 0.0]),
+        ("control_without_recall_2", "off/2/answered", [1.0, 0.0]),
+        ("recall_false", "on/false", [1.0, 1.0]),
+        ("pass_keys", "pass_keys_on/answered", [0.0, 0.0]),
+        ("pass_keys_memory", "pass_keys/kv_live_bytes", [7.0, 8.0]),
+        ("search_200000", "search/200000/ms", [6.0, 6.0, 1.0]),
+    ],
+)
+def test_each_gate_of_recall_fails_alone_and_without_values(gate: str, name: str, values: list[float]) -> None:
+    assert all(found.passed for found in recall_quality.judge(_asked()))
+    assert [found.name for found in recall_quality.judge(_asked(**{name: values})) if not found.passed] == [gate]
+    assert gate in [found.name for found in recall_quality.judge(_asked(**{name: []})) if not found.passed]
+
+
+def test_a_server_is_asked_for_what_it_was_told_with_recall_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results("quality", "", {})
+    settings = quality.QualitySettings(questions=1, windows="1", pass_keys=1, history_tokens=700, served_recent=256)
+    with serving_aside(wordy_engine(forward_s=0.0), default_chat(max_rollback=-1)) as server:
+        running = RunningServer(http=f"http://{server.http}", grpc="", pid=0)
+        monkeypatch.setattr(recall_quality, "_served", lambda settings: contextlib.nullcontext(running))
+        recall_quality.measure(results, quality.long_text(), settings)
+        recall_quality.measure_pass_keys(results, quality.long_text(), settings)
+    series = results.report.series
+    assert [num > 0 for num in series["recalled_tokens"].values] == [True, True, False]
+    assert series["on/1/answered"].values == [0.0, 0.0]  # this model talks nonsense
+    assert len(series["on/false"].values) == len(series["off/false"].values) == 1
+    assert len(set(series["pass_keys/kv_live_bytes"].values)) == 1
+
+
+def test_searches_of_a_long_history_are_timed() -> None:
+    results = Results("quality", "", {})
+    recall_quality.measure_search(results, quality.long_text()[:9000], default_chat().model.tokenizer, 3000)
+    assert len(results.report.values("search/3000/ms")) == 40
+    assert results.report.values("search/3000/index_s")[0] > 0
+
+
 def test_perplexities_come_chunk_by_chunk_for_each_number_of_sinks() -> None:
     engine = FakeEngine(num_slabs=2, shape=SHAPE)
     tokens = [index * 7 % engine.info.vocab_size for index in range(41)]
@@ -116,7 +177,9 @@ def test_a_model_that_knows_nothing_fails_the_bench(tmp_path: Path) -> None:
         shape = SlabShape(recent=config.recent, max_pin=config.max_pin, prefill_chunk=config.prefill_chunk)
         return FakeEngine(num_slabs=config.sessions, shape=shape, vocab_size=source.architecture.vocab_size)
 
-    settings = quality.QualitySettings(tokens=1600, facts=1, dtype="bfloat16")  # no oracle
+    settings = quality.QualitySettings(
+        tokens=1600, facts=1, dtype="bfloat16", questions=0, search_tokens=""
+    )  # no oracle
     assert run(quality.scenario(build), settings, Output(tmp_path)) == 1
     (path,) = tmp_path.glob("*.json")
     report = read(path)

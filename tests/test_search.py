@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.chats import search
-from holdfast.chats.recall import View
 from holdfast.chats.search import TokenPassages
 from holdfast.generation import Sampled
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.sessions.history import History
-from holdfast.sessions.record import Recalled
+from holdfast.sessions.record import Recalled, View
 from tests.serving import Server, SlowEngine, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, open_session, refusal_of, said
+from tests.test_budget import Talk, before
 from tests.test_grpc import refused
+from tests.test_relay import fake_upstream
 
 TOKENIZER = default_chat().model.tokenizer
 EVERYTHING = View(0, 1 << 40)
@@ -213,6 +214,18 @@ async def test_quotes_are_spans_of_their_own_live_and_after_forks_files_and_a_re
             (best, *_) = await ask(server, one, "lighthouse", include_in_view=True)
             assert FACT in best.text
         assert (await spans_of(server, cut))[-1] == (quotes[0], pb.SPAN_KIND_RECALLED, quotes[2][:3])
+
+
+async def test_a_search_finds_what_an_upstream_no_longer_gets() -> None:
+    async with fake_upstream() as upstream, before(upstream) as relay:
+        talk = Talk(relay, upstream, await open_session(relay.http))
+        await talk.say(FACT)
+        path = f"/sessions/{talk.session}/search?query=lighthouse"
+        assert (await relay.http.get(path)).json()["data"] == []
+        for _ in range(4):
+            await talk.say(FILLER[:144])
+        (found,) = (await relay.http.get(path)).json()["data"]
+        assert (found["turn"], found["role"], found["text"]) == (1, "user", FACT)
 
 
 def test_a_history_is_searched_while_it_grows_without_reading_all_of_it_again() -> None:

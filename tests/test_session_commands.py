@@ -399,6 +399,25 @@ def test_a_session_is_shown_as_text_or_as_json(server: Server, capsys: pytest.Ca
     ]
 
 
+def test_a_session_is_searched_and_what_it_says_moves_no_cursor(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = default_chat().model.tokenizer.encode("The keeper is Ambrose.\nHe has a \x1b[31mred\x1b[0m lamp.")
+    with grpc.insecure_channel(server.address) as channel:
+        stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+        session = stub.CreateSession(pb.CreateSessionRequest(token_ids=tokens)).session_id
+    words = ["sessions", "search", session[:12], "keeper", "--server", server.address]
+    assert main(words) == 0
+    assert capsys.readouterr().out == ""
+    assert main([*words, "--in-view"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"turn 1, given, tokens 0 to {len(tokens)}\n  The keeper is Ambrose.\n  He has a \ufffd[31mred"
+    )
+    assert main([*words, "--in-view", "--json", "--limit", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"].startswith("The keeper is Ambrose.")
+
+
 def test_the_start_of_a_session_id_is_enough_unless_several_begin_with_it(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,8 @@ STREAMS: list[tuple[str, Message]] = [
     ("Generate", pb.GenerateRequest(session_id="{}", max_tokens=2, sampling=pb.SamplingOptions(seed=1, top_p=0.5))),
     ("Turn", pb.TurnRequest(session_id="{}", token_ids=[1, 2], max_tokens=2, expected_history_length=0)),
     ("GetHistory", pb.GetHistoryRequest(session_id="{}", from_position=0, to_position=1)),
+    ("SearchHistory", pb.SearchHistoryRequest(session_id="{}", query="hi", limit=4, include_in_view=True)),
+    ("SearchHistory", pb.SearchHistoryRequest(session_id="{}", query_token_ids=[5, 6])),
     ("ExportSession", pb.ExportSessionRequest(session_id="{}", without_snapshot=True)),
 ]
 NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)

@@ -9,6 +9,17 @@ from holdfast_sdk.gen import runtime_pb2 as pb
 VOCABULARY_SIZE = 49152
 EOS = 2
 STRONG_BIAS = 50.0
+SPELLED = {
+    198: "\n",
+    504: "The",
+    40061: " keeper",
+    282: " of",
+    260: " the",
+    1420: " light",
+    314: " is",
+    1217: " called",
+}
+SPELLED |= {198: "\n", 14314: " Amb", 11381: "rose", 30: ".", 10576: "Who", 47: "?"}
 
 
 def visible(tokens: Sequence[int], sink: int, recent: int) -> list[int]:
@@ -28,6 +39,11 @@ def next_token(seen: Sequence[int], sampling: pb.SamplingOptions, seed: int) -> 
     logprob = -math.log(VOCABULARY_SIZE)
     top = [pb.TokenLogprob(token_id=other, logprob=logprob) for other in range(sampling.top_logprobs)]
     return pb.Token(token_id=token, logprob=logprob, sampling_logprob=logprob, top=top)
+
+
+def spelled(tokens: Sequence[int]) -> str:
+    """The few words that it knows."""
+    return "".join(SPELLED.get(token, "") for token in tokens)
 
 
 def is_valid(max_tokens: int, sampling: pb.SamplingOptions) -> bool:

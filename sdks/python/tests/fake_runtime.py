@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from fake_model import EOS, VOCABULARY_SIZE, is_valid
+from fake_model import EOS, VOCABULARY_SIZE, is_valid, spelled
 from fake_sampling import sample
 from fake_session import MAX_PIN, RECENT, SINK, FakeSession, session_info
 from faults import refuse
@@ -148,6 +148,23 @@ class FakeRuntime(RuntimeServiceServicer):
                     sampling_logprobs=[token.sampling_logprob for token in sampled],
                     stop_reason=span.stop_reason,
                 )
+
+    async def SearchHistory(self, request: Any, context: Context) -> pb.SearchHistoryResponse:
+        """A passage is all that a span spells. It is found by any word that has more than three letters."""
+        session = await self._get(request, context)
+        query = request.query or spelled(request.query_token_ids)
+        if not query or not 0 <= request.limit <= 64:
+            await _invalid(context, "query must not be empty, and limit must be 1 to 64")
+        words = [word for word in query.lower().strip("?").split() if len(word) > 3]
+        found = []
+        for span in session.spans:
+            at = [i for i, token in enumerate(span.tokens, span.start) if spelled([token.token_id]).strip()]
+            text = spelled([token.token_id for token in span.tokens]).strip()
+            is_out = at and at[0] >= session.sink and at[-1] < len(session.tokens) - RECENT
+            if any(word in text for word in words) and (is_out or request.include_in_view):
+                place = {"from_position": at[0], "to_position": at[-1] + 1}
+                found.append(pb.Passage(turn=1, role="given", text=text, score=1.0, **place))
+        return pb.SearchHistoryResponse(passages=found)
 
     async def ExportSession(self, request: Any, context: Context) -> AsyncIterator[pb.SessionChunk]:
         session = await self._idle(request, context)

@@ -19,6 +19,7 @@ STEP_KEYS = {"call", "as", "session", "session_id", "with", "after", "expect", "
 STEP_KEYS |= {"save_file", "file", "cut"}
 # What the SDK calls otherwise than the proto.
 RENAMED = {"client_label": "label", "from_position": "start", "to_position": "end"}
+BACK = {"start": "from_position", "end": "to_position"}
 
 BY_CODE = {cls.code: cls for cls in HoldfastError.__subclasses__()}
 
@@ -100,6 +101,10 @@ class Runner:
             return {}
         if call == "history":
             return history_result(await every(session.history(**renamed(given))))
+        if call == "search":
+            query = given.pop("query_token_ids", None) or given.pop("query")
+            found = [asdict(passage) for passage in await settled(session.search(query, **given))]
+            return {"passages": [{BACK.get(name, name): value for name, value in one.items()} for one in found]}
         methods = {"append": session.append, "rewind": session.rewind, "info": session.info, "close": session.close}
         return fields_of(await settled(methods[call](**given)))
 

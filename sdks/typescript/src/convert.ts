@@ -8,6 +8,7 @@ import type {
   HistoryChunk,
   Member,
   ModelInfo,
+  Passage,
   SessionInfo,
   SessionState,
   SpanKind,
@@ -88,6 +89,10 @@ export function toSessionInfo(info: wire.SessionInfo): SessionInfo {
     recent: info.recent,
     rewindCount: fromWire(info.rewindCount),
   };
+}
+
+export function toPassage({ turn, role, text, fromPosition, toPosition, score }: wire.Passage): Passage {
+  return { turn: fromWire(turn), role, text, from: fromWire(fromPosition), to: fromWire(toPosition), score };
 }
 
 export function toHistoryChunk(chunk: wire.HistoryChunk): HistoryChunk {

@@ -1,7 +1,7 @@
 /** One session and what can be done with it. */
 import { appendOnce } from "./append.js";
 import type { Connection } from "./connection.js";
-import { toHistoryChunk } from "./convert.js";
+import { toHistoryChunk, toPassage } from "./convert.js";
 import { SessionNotFound } from "./errors.js";
 import { type GenerateEvent, RuntimeService } from "./gen/holdfast/v1/runtime_pb.js";
 import { Generation } from "./generation.js";
@@ -9,7 +9,15 @@ import { fromWire, toWire, toWireIfAny } from "./integers.js";
 import { Knowledge } from "./knowledge.js";
 import { type CallOptions, limitsOf } from "./limits.js";
 import { type GenerateOptions, toSampling } from "./sampling.js";
-import type { AppendResult, CloseResult, ForkFacts, HistoryChunk, RewindResult, SessionInfo } from "./types.js";
+import type {
+  AppendResult,
+  CloseResult,
+  ForkFacts,
+  HistoryChunk,
+  Passage,
+  RewindResult,
+  SessionInfo,
+} from "./types.js";
 
 const rpc = RuntimeService.method;
 
@@ -32,6 +40,14 @@ export interface HistoryOptions extends CallOptions {
   from?: number;
   /** The position after the last; the end where absent. */
   to?: number;
+}
+
+/** Options of `search`. */
+export interface SearchOptions extends CallOptions {
+  /** Most passages in the answer, 1 to 64; 8 where absent. */
+  limit?: number;
+  /** Also passages that the model sees anyway. */
+  includeInView?: boolean;
 }
 
 /** Options of `export`. */
@@ -121,6 +137,15 @@ export class Session implements AsyncDisposable {
     await this.#known.settle(limits);
     const request = { sessionId: this.id, fromPosition, toPosition };
     for await (const chunk of this.#connection.readStream(rpc.getHistory, request, limits)) yield toHistoryChunk(chunk);
+  }
+
+  /** Passages of the history that a text, or the text of token ids, is about, the best first. */
+  async search(query: string | Iterable<number>, options: SearchOptions = {}): Promise<Passage[]> {
+    const limits = this.#connection.limits(options);
+    const asked = typeof query === "string" ? { query } : { queryTokenIds: [...query] };
+    const request = { sessionId: this.id, ...asked, limit: options.limit, includeInView: options.includeInView };
+    await this.#known.settle(limits);
+    return (await this.#connection.read(rpc.searchHistory, request, limits)).passages.map(toPassage);
   }
 
   /** The session as bytes: write them to a file, or give them to `client.importSession`. */

@@ -4,8 +4,8 @@
 export type StopReason = "UNSPECIFIED" | "MAX_TOKENS" | "EOS" | "STOP_TOKEN" | "CANCELLED";
 /** Live: its cache is in memory. Parked: on disk, or to be recomputed. Failed: see `SessionInfo.failure`. */
 export type SessionState = "UNSPECIFIED" | "LIVE" | "PARKED" | "FAILED";
-/** Whether a span's tokens were given by a client or sampled from the model. */
-export type SpanKind = "UNSPECIFIED" | "GIVEN" | "SAMPLED";
+/** Whether a span's tokens were given by a client, sampled from the model, or are earlier passages quoted by the server. */
+export type SpanKind = "UNSPECIFIED" | "GIVEN" | "SAMPLED" | "RECALLED";
 
 /** A token and how likely it was. */
 export interface TokenLogprob {
@@ -165,14 +165,27 @@ export interface SessionInfo {
   rewindCount: number;
 }
 
+/** A part of a history that a search has found: the tokens at positions `[from, to)` hold it. */
+export interface Passage {
+  /** Counted from 1 along the history. */
+  turn: number;
+  /** `given` or `sampled` in a session of raw tokens; the role of the message in a chat. */
+  role: string;
+  text: string;
+  from: number;
+  to: number;
+  /** Greater is better, within one answer. */
+  score: number;
+}
+
 /** Tokens of one span, from position `from` on; a long span comes in several chunks. */
 export interface HistoryChunk {
   from: number;
   kind: SpanKind;
   tokenIds: number[];
-  /** One for each token of a sampled span, none for a given one. */
+  /** One for each token of a sampled span, none for others. */
   logprobs: number[];
-  /** One for each token of a sampled span, none for a given one. */
+  /** One for each token of a sampled span, none for others. */
   samplingLogprobs: number[];
   /** Of the span, on its last chunk, where it is finished. */
   stopReason?: StopReason;

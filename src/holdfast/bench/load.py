@@ -163,12 +163,12 @@ def record_problem(records: list[dict[str, Any]], token_ids: list[int], script: 
     return ""
 
 
-def ask(method: str, address: str, path: str, body: bytes = b"") -> Any:
+def ask(method: str, address: str, path: str, body: bytes = b"", *, timeout_s: float = _TIMEOUT_S) -> Any:
     """The JSON that a server answers a request with; None if that is empty."""
     headers = {"content-type": "application/json"} if body else {}
     sent = urllib.request.Request(f"http://{address}{path}", data=body or None, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(sent, timeout=_TIMEOUT_S) as reply:
+        with urllib.request.urlopen(sent, timeout=timeout_s) as reply:
             content = reply.read()
     except OSError as exc:
         raise ProcessFailed(f"{method} {path} at {address} failed: {exc}") from exc

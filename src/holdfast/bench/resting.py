@@ -1,20 +1,22 @@
 """How quickly a server starts on a journal of many sessions at rest, and answers the first turn of one of them.
 
-One session is made by a server in front of an upstream that replies at once, and its record is written to the journal
-as often as there are sessions. Servers then start on few and on many of them: none of the figures may depend on that.
+One session is made by a server in front of an upstream that replies at once, and its rows are copied as often as there
+are sessions. Servers then start on few and on many of them: none of the figures may depend on that.
 """
 
 import contextlib
 import hashlib
 import http.client
-import itertools
 import json
+import queue
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,32 +24,25 @@ import msgspec
 from holdfast.bench.cluster.postgres import PostgresProcess
 from holdfast.bench.gates import Gate, all_right, median, median_at_most, percentile_at_most, within_budget
 from holdfast.bench.machine import MIB, cpu_s_of, resident_bytes
-from holdfast.bench.processes import ProcessFailed, RunningServer, ServerProcess, obey, run_helper, started
+from holdfast.bench.processes import Child, ProcessFailed, RunningServer, ServerProcess, obey, run_helper, started
 from holdfast.bench.report import Report, Results
 from holdfast.bench.runner import Chart, Scenario
 from holdfast.bench.upstreams import TEXT, Script
 from holdfast.config import DEFAULT_MODEL, option
-from holdfast.sessions.journal.base import (
-    Entry,
-    Journal,
-    SessionRested,
-    SessionSummary,
-    StoredSession,
-    TurnRecorded,
-    num_bytes,
-    with_bodies,
-)
-from holdfast.sessions.journal.copying import every_session
-from holdfast.sessions.journal.places import existing, is_database, joined
-from holdfast.sessions.record import TurnRecord
+from holdfast.sessions.journal import rows, schema
+from holdfast.sessions.journal.base import SessionSummary
+from holdfast.sessions.journal.database import Database, SqliteDatabase
+from holdfast.sessions.journal.places import is_database
+from holdfast.sessions.record import Stored
 
-_WRITE_BYTES = 4 * 2**20  # in one commit
+_WRITE_BYTES = 8 * 2**20  # in one commit
 _CHECKED = 3  # sessions after each start whose whole record is read
 _START_TIMES = 1.2  # the CPU time of a start, compared with that on an empty journal
 _MEMORY_MIB = 32  # by which a server may grow with the journal
 _TIMEOUT_S = 60.0
-_FILL_S = 3600.0
+_COMMIT_S = 600.0
 _CHAT = "/v1/chat/completions"
+_BODY_FIELDS = ("segment", "start", "length", "checksum", "content")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,25 +108,42 @@ class _RestingRun:
         self._results.extend("upstream/turn_ms", "ms", times)
 
     def make_first(self) -> None:
-        """The session of which the others are copies."""
+        """The session of which the others are copies; and starts with that one alone."""
         with self._serving("none") as client:
             session_id = _asked(client, "POST", "/sessions")["session_id"]
             for turn in range(self._settings.turns):
                 self._turn(client, session_id, turn)
+        for _ in range(self._settings.starts - 1):
+            with self._serving("none"):
+                pass
 
     def fill(self, number: int) -> None:
         """Write copies until there are so many sessions."""
         began = time.perf_counter()
-        first, num = len(self._fresh), self._settings.fillers if is_database(self._place) else 1
-        bounds = [first + (number - first) * index // num for index in range(num + 1)]
+        first = len(self._fresh)
         with contextlib.ExitStack() as stack:
-            fillers = [
-                stack.enter_context(started("resting", self._place, *pair)) for pair in itertools.pairwise(bounds)
-            ]
+            num = self._settings.fillers if is_database(self._place) else 1
+            fillers = [stack.enter_context(started("resting", self._place)) for _ in range(num)]
+            size = max([filler.read(int) for filler in fillers])
+            idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
             for filler in fillers:
-                filler.read(str, timeout_s=_FILL_S)
+                idle.put(filler)
+
+            def write(start: int) -> int:
+                filler = idle.get()
+                try:
+                    return filler.ask((start, min(start + size, number)), int, timeout_s=_COMMIT_S)
+                finally:
+                    idle.put(filler)
+
+            pool = ThreadPoolExecutor(num)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            for last in pool.map(write, range(first, number, size)):
+                self._results.step(f"filling: {last:,} of {number:,} sessions")
         num_turns = (number - first) * self._settings.turns
         self._results.figure("filled_turns_per_s", "1/s", num_turns / (time.perf_counter() - began), "higher")
+        self._results.step("vacuum")
+        _settle(self._place)
         self._fresh += [True] * (number - first)
 
     def measure_start(self, name: str) -> None:
@@ -156,9 +168,11 @@ class _RestingRun:
         try:
             running, start_s = server.wait_until_served()
             self._results.figure(f"{name}/start_s", "s", start_s, "lower")
-            self._results.figure(f"{name}/start_cpu", "s", cpu_s_of([running.pid]), "lower")
-            if name != "none":
-                self._results.ratio(f"{name}:none/start_cpu", f"{name}/start_cpu", "none/start_cpu", "lower")
+            cpu_s = cpu_s_of([running.pid])
+            self._results.figure(f"{name}/start_cpu", "s", cpu_s, "lower")
+            none_s = median(self._results.report.values("none/start_cpu"))
+            if name != "none" and none_s:
+                self._results.figure(f"{name}:none/start_cpu", "times", cpu_s / none_s, "lower")
             self._record_memory(f"{name}/rss_at_start", running)
             with _connected(running.http.removeprefix("http://")) as client:
                 yield client
@@ -192,44 +206,107 @@ def _id_of(index: int) -> str:
     return hashlib.md5(str(index).encode(), usedforsecurity=False).hexdigest()
 
 
-async def _fill(place: str, first: int, last: int) -> None:
-    """Write copies of the first session under the ids from `first` to before `last`."""
-    async with existing(place) as journal, joined(journal):
-        stored, turns = await _first(journal)
-        given, sampled = sum(len(turn.given) for turn in turns), sum(len(turn.sampled) for turn in turns)
-        num = len(turns)
-        summary = SessionSummary(history_length=given + sampled, given=(num, given), sampled=(num, sampled))
-        batch: list[Entry] = []
-        size = 0
-        for index in range(first, last):
-            session_id = _id_of(index)
-            copied = [TurnRecorded(session_id, turn) for turn in turns]
-            batch.append(replace(stored.opened, session_id=session_id, number=await journal.next_number()))
-            batch += [*copied, SessionRested(session_id, time.time(), summary)]
-            size += sum(map(num_bytes, copied))
-            if size > _WRITE_BYTES:
-                await journal.write(*batch)
-                batch, size = [], 0
-        await journal.write(*batch)
+class _Copier:
+    """Writes copies of the session with the lowest number: its rows with other ids, numbers, steps and sums."""
+
+    def __init__(self, db: Database) -> None:
+        found = db.select("SELECT * FROM sessions ORDER BY number LIMIT 1")
+        if not found or not found[0]["summary"]:
+            raise ProcessFailed("no session has come to rest")
+        [self._session] = found
+        session_id = self._session["id"]
+        self._summary = msgspec.msgpack.decode(self._session["summary"], type=tuple[int, SessionSummary])[1]
+        self._turns = [
+            (
+                {name: turn[name] for name in rows.TURN_FIELDS},
+                [turn[name] for name in rows.TURN_STATE],
+                [rows.body_row(db, session_id, turn["number"], which) for which in ("request", "response")],
+            )
+            for turn in db.select("SELECT * FROM turns WHERE session = ?1 ORDER BY number", session_id)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one copy, roughly."""
+        return sum(1024 + sum(body["length"] for body in bodies) for _, _, bodies in self._turns)
+
+    def write(self, db: Database, first: int, last: int) -> None:
+        """Write the copies from `first` to before `last`. Their turns are in turn, as of sessions that run together."""
+        indexes = {_id_of(index): index for index in range(first, last)}
+        bodies: list[list[Stored]] = []
+        turns: list[list[Stored]] = []
+        steps: dict[str, int] = {}
+        for turn, state, own_bodies in self._turns:
+            state_sum = rows.checksum_of(*state)
+            for session_id in indexes:
+                ids = [db.next_body() for _ in own_bodies]
+                bodies += [
+                    [id, *(body[name] for name in _BODY_FIELDS)] for id, body in zip(ids, own_bodies, strict=True)
+                ]
+                steps[session_id] = step = db.next_step()
+                own = turn | {"session": session_id, "step": step, "request": ids[0], "response": ids[1]}
+                turns.append([*own.values(), rows.checksum_of(*own.values()) ^ state_sum, *state])
+        sessions = [self._opened(session_id, index, steps[session_id]) for session_id, index in indexes.items()]
+        db.insert({"sessions": sessions, "bodies": bodies, "turns": turns})
+
+    def _opened(self, session_id: str, index: int, last_step: int) -> list[Stored]:
+        found = self._session
+        own = {name: found[name] for name in rows.SESSION_FIELDS}
+        own |= {"id": session_id, "number": found["number"] + 1 + index}
+        state = [found[name] for name in rows.SESSION_STATE]
+        summary = msgspec.msgpack.encode((last_step, self._summary))
+        return [
+            *own.values(),
+            rows.row_checksum([*own.values()], state),
+            *state,
+            *(summary, found["rested_at"], None, None),
+        ]
 
 
-async def _filler(place: str, first: str, last: str) -> None:
-    """A process that fills, says so, and waits for the end of its stdin."""
+async def _filler(place: str) -> None:
+    """A process that says how many copies it writes at once, then writes those that it is told to."""
+    with _committed(place) as db:
+        copier = _Copier(db)
 
-    async def nothing(line: bytes) -> None:
-        pass
+    async def write(line: bytes) -> int:
+        first, last = msgspec.json.decode(line, type=tuple[int, int])
+        with _committed(place) as db:
+            copier.write(db, first, last)
+        return last
 
-    await _fill(place, int(first), int(last))
-    await obey("filled", nothing)
+    await obey(max(1, _WRITE_BYTES // copier.num_bytes), write)
 
 
-async def _first(journal: Journal) -> tuple[StoredSession, list[TurnRecord]]:
-    """The session with the lowest number, and its turns with their bodies."""
-    async for listed in every_session(journal):
-        session_id = listed.opened.session_id
-        stored = await journal.read_session(session_id)
-        return stored, [await with_bodies(turn, session_id, journal) for turn in stored.turns]
-    raise ProcessFailed("the server has recorded nothing")
+@contextlib.contextmanager
+def _committed(place: str) -> Iterator[Database]:
+    """A transaction in the journal's tables. No server has them open."""
+    if is_database(place):
+        from holdfast.sessions.journal.postgres_connection import PostgresDatabase, connect
+
+        with contextlib.closing(connect(place)) as connection, connection.statements as statements:
+            statements.send(b"BEGIN")
+            database = PostgresDatabase(statements)
+            database.begin_commit(database.select("SELECT nextval('steps') AS base")[0]["base"])
+            yield database
+            statements.send(b"COMMIT")
+        return
+    with contextlib.closing(schema.connect(Path(place) / "journal.db")) as own:
+        own.execute("BEGIN IMMEDIATE")
+        yield SqliteDatabase(own)
+        own.execute("COMMIT")
+
+
+def _settle(place: str) -> None:
+    """Leave a database as one that has been there for a while: with statistics, and without work that is overdue."""
+    if is_database(place):
+        import psycopg
+
+        from holdfast.sessions.journal.postgres_connection import connect
+
+        with contextlib.closing(connect(place)) as connection:
+            connection.execute("VACUUM (ANALYZE) sessions, turns, bodies, members, leases")
+            with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
+                connection.execute("CHECKPOINT")
 
 
 def _connected(address: str) -> contextlib.closing[http.client.HTTPConnection]:

@@ -4,6 +4,7 @@ The history stays as it was sampled. Only the new messages are rendered, after a
 assistant text is a sentinel; what follows the sentinel is the tail to append.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,18 @@ class Prompt:
     ids: list[int]
     is_reasoning: bool
     num_control: int  # control tokens that the messages spelled out
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The beginning of every prompt of a conversation, whatever of it is left out. The turn that comes next is shown
+    without what it begins with, where that is one of `ends`: the end of the reply before it, for example."""
+
+    ids: list[int]
+    ends: frozenset[tuple[int, ...]] = frozenset()
+
+    def num_closing(self, given: Sequence[int]) -> int:
+        return max((len(end) for end in self.ends if tuple(given[: len(end)]) == end), default=0)
 
 
 class Continuation:
@@ -140,15 +153,9 @@ class Continuation:
         return TemplateInputs(_spelled(list(tools)), _spelled(lasting))
 
     def pinned(
-        self,
-        messages: Sequence[Message],
-        limit: int,
-        tools: Tools = (),
-        variables: Variables | None = None,
-        *,
-        at: float | None = None,
+        self, messages: Sequence[Message], limit: int, tools: Tools = (), variables: Variables | None = None
     ) -> int:
-        """How many tokens at the start hold the system prompt and the tools, `limit` at most. `at` as in `first`."""
+        """How many tokens at the start hold the system prompt and the tools, `limit` at most."""
         leading = []
         for message in messages:
             if message["role"] not in ("system", "developer"):
@@ -157,7 +164,7 @@ class Continuation:
         texts = []
         for text in ("A", "1"):
             shown, native = self._renderable([*leading, USER | {"content": text}], tools)
-            texts.append(self._renderer.text(shown, prompt=True, tools=native, variables=variables, at=at))
+            texts.append(self._renderer.text(shown, prompt=True, tools=native, variables=variables))
         one, other = map(self._renderer.encode, texts)
         shared = 0
         while one[shared] == other[shared]:
@@ -166,10 +173,28 @@ class Continuation:
         whole = [index + 1 for index in range(shared) if one[index] in ends]
         return min(whole[-1] if whole else 0, limit)
 
-    def opens(self, token: int) -> bool:
-        """Whether the token stands only at the beginning of a conversation."""
-        tokenizer = self._renderer.tokenizer
-        return token == tokenizer.inner.token_to_id(tokenizer.bos_token) and token not in self.tail(None, [USER]).ids
+    def opening(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        variables: Variables | None = None,
+        *,
+        at: float | None = None,
+    ) -> Opening:
+        """What a prompt without the first turns begins with: what the whole one has before a user's message and a later
+        turn does not have. `at` as in `first`."""
+        leading = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
+        whole = self.first([*leading, USER], tools, variables, at=at).ids
+        ended, unended = (self.tail(last, [USER], tools, variables).ids for last in (self.end_of_turn, None))
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(whole), reversed(ended), strict=False))
+        rest = whole[len(whole) - len([*same]) :]
+        boundaries, is_control = self._ends.boundaries, self._renderer.tokenizer.is_control
+        is_closed = len(rest) > 1 and rest[0] in boundaries and is_control(rest[1])  # by a token of its own
+        rest = rest[is_closed:]
+        ends = {tuple(tail[: len(tail) - len(rest)]) for tail in (ended, unended) if tail[-len(rest) :] == rest}
+        if is_closed or ended != unended:
+            ends |= {(token,) for token in boundaries}
+        return Opening(whole[: len(whole) - len(rest)], frozenset(ends - {()}))
 
     def _prefix(
         self, last_token: int | None, messages: Sequence[Message], reply: Message | None, start: int

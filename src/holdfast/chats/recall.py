@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.chat.messages import Message
-from holdfast.chat.passages import MAX_BYTES, Mask, Passage, PassageIndex, WordIndex, quoted, split_text
+from holdfast.chat.passages import MAX_BYTES, Mask, Passage, PassageIndex, WordIndex, is_question, quoted, split_text
 from holdfast.chat.tokenizer import Detokenizer, Tokenizer
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
@@ -69,8 +69,10 @@ class Recall:
         """Take in the turns that are new in the tree."""
         with self._lock:
             for node in self.missing(tree):
+                asked = ""
                 for passage in passages_of(node, tokenizer):
-                    self.index.add(passage.text)
+                    self.index.add(f"{asked}\n{passage.text}")  # an answer is found by its question, too
+                    asked = passage.text if is_question(passage.text) else ""
                     self._passages.append(passage)
                     self._numbers.append(node.number)
                     self._starts.append(passage.start)

@@ -143,10 +143,12 @@ class HistorySearch:
         text = self._text_of(query)
         if not 1 <= limit <= MAX_RESULTS:
             raise InvalidArgument(f"limit must be 1 to {MAX_RESULTS}, got {limit}", param="limit")
-        length = len(session.history)
-        view = View(0, length) if in_view else View(session.sink, length - self._runtime.model.recent)
-        if (trajectory := self._trajectories.get(session_id)) is not None:
+        length, trajectory = len(session.history), self._trajectories.get(session_id)
+        view = View(0, length) if in_view else View(session.sink, max(0, length - self._runtime.model.recent))
+        if trajectory is not None:
             tree, tip, passages = trajectory.tree, trajectory.tree.tip, trajectory.passages
+            if not in_view and tip.turn.facts.view is not None:  # an upstream got less than the window
+                view = tip.turn.facts.view
 
             def search() -> list[tuple[Passage, float]]:
                 passages.update(tree, self._tokenizer)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.chat.chat_model import ChatModel
-from holdfast.chat.continuation import Fits
+from holdfast.chat.continuation import Fits, Opening
 from holdfast.chat.messages import Message
 from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.caches import Cache, CachePool
@@ -244,26 +244,21 @@ class ChatTurn:
 
     def _sent(self, parent: Node, prompt: list[int], limits: RecallLimits) -> tuple[View, int]:
         """What an upstream gets of the path to `parent`, and the room for quotes."""
-        budget, continuation = self.setup.context_budget, self.setup.chat.continuation
-        reserve = min(limits.tokens, budget // 4)
+        budget = self.setup.context_budget
         view = bounded_view(
             parent,
             prompt,
             budget=budget,
-            pinned=partial(self._to_pin, parent),
-            closing=continuation.stop_token_ids,
-            reserve=reserve,
+            opening=partial(self._opening, parent),
+            pin_tokens=self.trajectory.pin_tokens,
+            reserve=min(limits.tokens, budget // 4),
         )
         return view, budget - (parent.end - view.num_hidden + len(prompt))
 
-    def _to_pin(self, parent: Node) -> int:
-        """How many tokens at the start of the conversation are in every prompt."""
-        if self.trajectory.pin_tokens is not None:
-            return self.trajectory.pin_tokens
-        first, continuation = parent.ancestor(1).turn, self.setup.chat.continuation
+    def _opening(self, parent: Node) -> Opening:
+        first = parent.ancestor(1).turn
         tools, variables = msgspec.json.decode(first.root.tools), msgspec.json.decode(first.root.variables)
-        limit, at = self.setup.runtime.model.max_pin, first.facts.started_at
-        return continuation.pinned(first.messages, limit, tools, variables, at=at) or continuation.opens(first.given[0])
+        return self.setup.chat.continuation.opening(first.messages, tools, variables, at=first.facts.started_at)
 
     def given_since(self, base: Node) -> tuple[list[int], GivenTokens]:
         """The tokens that a cache at the end of `base` lacks for the reply, and what is known of them."""

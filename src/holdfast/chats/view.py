@@ -3,8 +3,9 @@
 Pure, and a function of what is on record: a retry, a restart and another member send the same prompt.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
+from holdfast.chat.continuation import Opening
 from holdfast.chats.tree import Node
 from holdfast.errors import ContextTooLong
 from holdfast.sessions.record import View
@@ -17,15 +18,15 @@ def bounded_view(
     prompt: Sequence[int],
     *,
     budget: int,
-    pinned: Callable[[], int],
-    closing: Collection[int],
+    opening: Callable[[], Opening],
+    pin_tokens: int | None = None,
     reserve: int = 0,
 ) -> View:
     """What of the path to `parent` is shown before the new tokens of `prompt`, to which `reserve` more may be added.
 
     The view above stays while it fits, so that an upstream finds the beginning of the prompt in its cache. Then whole
-    turns are dropped until those that are left have half the budget at most. The turn that is shown first is shown
-    without the token that closes the reply before it (`closing`)."""
+    turns are dropped until those that are left have half the budget at most. `opening` is always shown, or the first
+    `pin_tokens` tokens."""
 
     def num_tokens(view: View) -> int:
         return parent.end - view.num_hidden + len(prompt)
@@ -35,13 +36,22 @@ def bounded_view(
         return above or WHOLE
     view = WHOLE
     if parent.parent is not None:
-        above = above or View(num := pinned(), num)
+        begins = opening()
+        if above is None:
+            first, pinned = parent.ancestor(1).turn.given, len(begins.ids) if pin_tokens is None else pin_tokens
+            if pin_tokens is None and first[:pinned].tolist() != begins.ids:
+                raise ContextTooLong(
+                    f"messages: the conversation exceeds the server's --context-budget of {budget}, and does not begin "
+                    "as the chat template renders it now, so that what must stay is not known; open a new session",
+                    param="messages",
+                )
+            above = View(pinned, pinned)
         for node in parent.path():
-            view = _from(node.start, node.turn.given, above, closing)
+            view = _from(node.start, node.turn.given, above, begins)
             fits = parent.end - node.start <= budget // 2 and num_tokens(view) + reserve <= budget
             if fits and view.start > above.start:
                 return view
-        view = _from(parent.end, prompt, above, closing)
+        view = _from(parent.end, prompt, above, begins)
     if (num := num_tokens(view)) > budget:
         raise ContextTooLong(
             f"messages: {num} tokens, those of the new messages and {view.pinned} that are pinned, exceed the server's "
@@ -51,8 +61,8 @@ def bounded_view(
     return view
 
 
-def _from(start: int, given: Sequence[int], above: View, closing: Collection[int]) -> View:
-    return View(above.pinned, max(above.start, start + (bool(given) and given[0] in closing)))
+def _from(start: int, given: Sequence[int], above: View, opening: Opening) -> View:
+    return View(above.pinned, max(above.start, start + opening.num_closing(given)))
 
 
 def shown_messages(parent: Node, view: View | None) -> list[int]:

@@ -4,12 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from holdfast import __version__
-from holdfast.cli import bench, chat, cluster, doctor, journal, models, run, samples, serve, sessions, usage
+from holdfast.cli import usage
 from holdfast.errors import HoldfastError, InvalidArgument
 
-_COMMANDS = (serve, run, chat, sessions, samples, journal, models, cluster, bench, doctor)
+_COMMANDS = ("serve", "run", "chat", "sessions", "samples", "journal", "models", "cluster", "bench", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,12 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.register(commands)
+    words = sys.argv[1:] if argv is None else argv
+    named = [word for word in words[:1] if word in _COMMANDS]
+    for command in named or _COMMANDS:  # the others need not be imported, which takes longer than most commands
+        import_module(f"holdfast.cli.{command}").register(commands)
     usage.shorten(parser)
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        usage.refuse_unknown(parser, sys.argv[1:] if argv is None else argv, unknown)
+        usage.refuse_unknown(parser, words, unknown)
     try:
         usage.check_environment(os.environ)
         status: int = arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""`holdfast sessions`: list, show, close, export, import and purge the sessions of a server.
+"""`holdfast sessions`: list, show, search, close, export, import and purge the sessions of a server.
 
 SESSION is a session id, or the start of one if no other session's id begins with it.
 """
@@ -35,6 +35,8 @@ _CHUNK_BYTES = 1 << 20
 _PAGE_SIZE = 1000
 _ID_LENGTH = 32
 _PIPED_WIDTH = 200  # session ids are there to be copied, so they are never cut
+_SEARCH = """Show passages of a session's history that QUERY is about, the best first: of the messages of a chat, or of
+what the tokens of another session spell. By default only passages that have left the model's view."""
 _EXPORT = """Write a session to a file: its tokens with spans and logprobs, a chat's turns, and its cache, with which it
 continues on another server without recomputing. Closed sessions can be exported until they are purged."""
 _IMPORT = """Create a session from a file that `holdfast sessions export` wrote, with exactly the tokens of the file.
@@ -49,7 +51,7 @@ _SHOWN = 10
 
 
 def register(commands: Any) -> None:
-    about = "list, show, close, export, import and purge sessions"
+    about = "list, show, search, close, export, import and purge sessions"
     parser = commands.add_parser("sessions", help=about, description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
@@ -65,6 +67,12 @@ def register(commands: Any) -> None:
     show = action("show", "show the state of sessions", _show)
     show.add_argument("session_ids", nargs="+", metavar="SESSION")
     show.add_argument("--json", action="store_true", help="one JSON object per session")
+    searching = action("search", "find what was said in a session", _search, _SEARCH)
+    searching.add_argument("session_id", metavar="SESSION")
+    searching.add_argument("query", metavar="QUERY")
+    searching.add_argument("--limit", type=int, default=8, metavar="N", help="most passages (default: %(default)s)")
+    searching.add_argument("--in-view", action="store_true", help="also passages that the model sees anyway")
+    searching.add_argument("--json", action="store_true", help="one JSON object per passage")
     close = action("close", "close sessions; they stay on record until they are purged", _close)
     close.add_argument("session_ids", nargs="+", metavar="SESSION")
     export = action("export", "write a session to a file", _export, _EXPORT)
@@ -154,6 +162,22 @@ def _full_ids(client: "Client", starts: Sequence[str]) -> list[str]:
         return list(starts)
     session_ids = [info.session_id for info in client.list_sessions(page_size=_PAGE_SIZE)]
     return [full_session_id(start, session_ids) for start in starts]
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    with connected(arguments) as client:
+        (session_id,) = _full_ids(client, [arguments.session_id])
+        found = client.session(session_id).search(
+            arguments.query, limit=arguments.limit, include_in_view=arguments.in_view
+        )
+    for passage in found:
+        if arguments.json:
+            print(json.dumps(dataclasses.asdict(passage)))
+            continue
+        print(f"turn {passage.turn:,}, {passage.role}, tokens {passage.start:,} to {passage.end:,}")
+        for line in passage.text.splitlines():
+            print("  " + "".join(char if char.isprintable() or char == "\t" else "\ufffd" for char in line))
+    return 0
 
 
 def _close(arguments: argparse.Namespace) -> int:

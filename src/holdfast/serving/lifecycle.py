@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.25
 _PURGE_INTERVAL_S = 3600.0
+_COUNT_S = 1.0  # for which a start waits until it is known what owners have on record
+_RECOUNT_S = 30.0
 _END_S = 0.5  # for responses on their way, once nothing runs any more
 _DAY_S = 86_400
 
@@ -205,12 +207,15 @@ async def _endpoints(
         gc.collect()
         gc.freeze()  # what was loaded stays: collections need not walk through it
         async with asyncio.TaskGroup() as group:
+            counting = group.create_task(_count(runtime))
             tasks = [
+                counting,
                 group.create_task(runtime.reap()),
                 group.create_task(_watch(backend, grpc_server, runtime.metrics)),
                 group.create_task(_purge(runtime, config.retain_days)),
                 *([group.create_task(cluster.keep())] if cluster else []),
             ]
+            await asyncio.wait([counting], timeout=_COUNT_S)
             if http:
                 group.create_task(http.serve())
             await grpc_server.start()
@@ -253,6 +258,16 @@ def _source(upstream: Upstream | None) -> TurnSource:
     if upstream is None:
         return generate_reply
     return relay_to(upstream.chat) if upstream.relays_chats else generate_on(upstream.chat)
+
+
+async def _count(runtime: Runtime) -> None:
+    """Count what owners have on record, again until that succeeds."""
+    while True:
+        try:
+            return await runtime.recount_bytes()
+        except HoldfastError as exc:
+            logger.warning("what owners have on record could not be counted for --owner-max-mb: %s", exc)
+        await asyncio.sleep(_RECOUNT_S)
 
 
 async def _purge(runtime: Runtime, retain_days: int) -> None:

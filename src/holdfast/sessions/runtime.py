@@ -73,8 +73,6 @@ class Runtime:
         self.max_reply_tokens = max_reply_tokens  # 0: no limit
         self._is_loading_weights = False
         self._quotas = quotas or OwnerQuotas()
-        if self._quotas.counts_bytes:
-            self._quotas.num_bytes.update(self.journal.num_bytes_by_owner())
         self.metrics = metrics or Metrics()
         self._residence = Residence(
             self._registry, self.journal, backend, self.metrics, clock, on_loaded=on_loaded, on_left=on_removed
@@ -411,7 +409,7 @@ class Runtime:
         return await self._operations.drain(timeout_s)
 
     async def recount_bytes(self) -> None:
-        """Count anew what each owner has on record, after a purge."""
+        """Count anew what each owner has on record: after a start and after a purge. Takes long on a large journal."""
         if self._quotas.counts_bytes and self.journal.keeps_bodies:
             before = self._quotas.num_bytes.copy()
             on_record = Counter(await asyncio.to_thread(self.journal.num_bytes_by_owner))

@@ -148,6 +148,17 @@ def session_info(message: pb.SessionInfo) -> results.SessionInfo:
     )
 
 
+def passage(message: pb.Passage) -> results.Passage:
+    return results.Passage(
+        turn=message.turn,
+        role=message.role,
+        text=message.text,
+        start=message.from_position,
+        end=message.to_position,
+        score=message.score,
+    )
+
+
 def history_chunk(message: pb.HistoryChunk) -> results.HistoryChunk:
     return results.HistoryChunk(
         start=message.from_position,

@@ -25,11 +25,12 @@ class SessionState(StrEnum):
 
 
 class SpanKind(StrEnum):
-    """Where the tokens of a span came from: the client or the model."""
+    """Where the tokens of a span came from: the client, the model, or the server, which quoted earlier passages."""
 
     UNSPECIFIED = "UNSPECIFIED"
     GIVEN = "GIVEN"
     SAMPLED = "SAMPLED"
+    RECALLED = "RECALLED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +186,23 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A part of a history that a search has found, among the tokens from `start` up to, not including, `end`. `role` is
+    `given` or `sampled` in a session of raw tokens. `score`: greater is better, within one answer."""
+
+    turn: int
+    role: str
+    text: str
+    start: int
+    end: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryChunk:
     """Tokens of one span, from position `start` on; a long span comes in several chunks.
 
-    The logprobs are one for each token of a sampled span, none for a given one. `stop_reason` is the span's, on its
+    The logprobs are one for each token of a sampled span, none for others. `stop_reason` is the span's, on its
     last chunk.
     """
 

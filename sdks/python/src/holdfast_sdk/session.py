@@ -15,6 +15,7 @@ from holdfast_sdk.results import (
     Forked,
     HistoryChunk,
     Imported,
+    Passage,
     Rewound,
     SessionInfo,
 )
@@ -90,6 +91,13 @@ class Session:
         with closing(self._wire.stream(self._wire.run(self._flows.history(start, end)))) as stream:
             for message in stream:
                 yield convert.history_chunk(message)
+
+    def search(self, query: str | Iterable[int], *, limit: int = 8, include_in_view: bool = False) -> list[Passage]:
+        """Passages of the history that a text, or the text of token ids, is about, the best first.
+
+        Only those that have left the model's view, unless told otherwise. The server needs the model's tokenizer.
+        """
+        return self._wire.run(self._flows.search(query, limit, include_in_view))
 
     def export(self, *, with_snapshot: bool = True, timeout_s: float | None = None) -> Iterator[bytes]:
         """The whole session in chunks: write them to a file, or give them to `Client.import_session`.

@@ -8,7 +8,7 @@ from holdfast_sdk import convert
 from holdfast_sdk.errors import HistoryConflict, HoldfastError
 from holdfast_sdk.flow import Call, Flow, Limits, Pause, build, growing, once, repeat
 from holdfast_sdk.gen import runtime_pb2 as pb
-from holdfast_sdk.results import Appended, Closed, Forked, Rewound, SessionInfo
+from holdfast_sdk.results import Appended, Closed, Forked, Passage, Rewound, SessionInfo
 from holdfast_sdk.sampling import SamplingOptions, to_message
 
 FIRST_POLL_S = 0.005
@@ -133,6 +133,15 @@ class SessionFlows:
         yield from self.settle()
         call = self._call("GetHistory", pb.GetHistoryRequest, from_position=start, to_position=end)
         return repeat(call, self.limits)
+
+    def search(self, query: str | Iterable[int], limit: int, include_in_view: bool) -> Flow[list[Passage]]:
+        asked = {"query": query} if isinstance(query, str) else {"query_token_ids": list(query)}
+        yield from self.settle()
+        call = self._call(
+            "SearchHistory", pb.SearchHistoryRequest, limit=limit, include_in_view=include_in_view, **asked
+        )
+        answer = yield from repeat(call, self.limits)
+        return [convert.passage(message) for message in answer.passages]
 
     def export(self, with_snapshot: bool, timeout_s: float | None) -> Flow[Flow[Any]]:
         yield from self.settle()

@@ -80,6 +80,7 @@ class Runner {
       case "close":
         return toFields(await this.#session(step).close());
     }
+    if (step.call === "search") return passagesOf(this.#session(step), options);
     const { tokenIds = [], to, ...rest } = options as { tokenIds?: number[]; to: number };
     switch (step.call) {
       case "append":
@@ -133,6 +134,14 @@ async function tokensOf(generation: sdk.Generation, step: Step): Promise<Fields>
     num_tokens: tokens.length,
     truncated: generation.truncated.map(({ from, to }) => [from, to]),
     all_logprobs_finite: areFinite(tokens.flatMap((token) => [token.logprob, token.samplingLogprob])),
+  };
+}
+
+async function passagesOf(session: sdk.Session, asked: { query?: string; queryTokenIds?: number[] }): Promise<Fields> {
+  const { query, queryTokenIds, ...options } = asked;
+  const passages = await session.search(queryTokenIds ?? query ?? "", options);
+  return {
+    passages: passages.map(({ from, to, ...fields }) => ({ ...fields, from_position: from, to_position: to })),
   };
 }
 

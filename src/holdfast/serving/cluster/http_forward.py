@@ -4,25 +4,23 @@ A request is sent again only where the member did nothing of it: it said so, or 
 """
 
 import asyncio
-import ssl
-from collections.abc import Coroutine
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator
 
-import aiohttp
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from yarl import URL
 
 from holdfast.config import ServeConfig
 from holdfast.errors import JournalFailed, RecordUncertain, SessionElsewhere
 from holdfast.metrics import Metrics
 from holdfast.serving.cluster.membership import FORWARDED, Cluster, Outcome, Peer, is_forwarded
+from holdfast.serving.cluster.peer_links import Header, LinkLost, PeerLink, PeerLinks
 
 REFUSED = "holdfast-refused"  # a response's header: nothing of the forwarded request was done
 
-_CONNECT_S = 2.0
 _FORWARDED = FORWARDED.encode()
-_KEEPALIVE_S = 4.0  # below a member's own limit, so that we close idle connections first
+_REFUSED = REFUSED.encode()
+_WATCH_S = 0.05  # that a response may take before it is watched whether the client leaves: most take less
 _SAFE = ("GET", "HEAD")
 _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
@@ -30,7 +28,6 @@ _HOP_BY_HOP = frozenset(
 # Of requests: what the next hop says itself, and a page's origin, which was checked here
 _NEVER_SENT = _HOP_BY_HOP | {b"content-length", b"expect", b"origin", b"x-request-id"}
 _NEVER_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
-_OURS = ("user-agent", "accept", "accept-encoding", "content-type")  # headers that aiohttp would add
 
 
 class HttpForwarder:
@@ -40,12 +37,10 @@ class HttpForwarder:
         self._app = app
         self._cluster = cluster
         self._forwards = metrics.cluster_forwards
-        self._ca = config.peer_ca
-        self._session: aiohttp.ClientSession | None = None
+        self._links = PeerLinks(config.peer_ca)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        self._links.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if any(name == _FORWARDED for name, _ in scope["headers"]):
@@ -73,10 +68,13 @@ class HttpForwarder:
             return "unreached"
         with peer.answering():
             try:
-                return await _unless_gone(self._exchange(request, peer), request, peer)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                link = await self._links.take(peer.member.http, has_tls=peer.member.has_tls)
+            except OSError:
                 return "unreached"
-            except (aiohttp.ClientError, OSError, _PeerGone) as exc:
+            try:
+                async with _watched(link, request, peer):
+                    return await self._exchange(request, link, peer)
+            except (LinkLost, OSError, _PeerGone) as exc:
                 if request.scope["method"] in _SAFE and not request.has_begun:
                     return "lost"
                 self._forwards.labels("http", "lost").inc()
@@ -84,59 +82,54 @@ class HttpForwarder:
                     f"member {name} stopped answering in the middle of the request, which may be on record; "
                     "send it again: a repeated turn is recognised"
                 ) from exc
+            finally:
+                self._links.give_back(link)
 
-    async def _exchange(self, request: "_Request", peer: Peer) -> Outcome:
-        if self._session is None:
-            self._session = self._new_session()
-        # Two passes of the loop, in which idle connections that the member has closed are dropped: what is sent on one
-        # is lost, and a request that may have been read is not sent again.
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        async with self._session.request(
-            request.scope["method"],
-            request.url(peer),
-            data=request.body or None,
-            headers=request.headers(self._cluster.name),
-            allow_redirects=False,
-            skip_auto_headers=_OURS,
-        ) as response:
-            if REFUSED in response.headers:
-                return "refused"
-            headers = [(name, value) for name, value in response.raw_headers if name.lower() not in _NEVER_RETURNED]
-            await request.send({"type": "http.response.start", "status": response.status, "headers": headers})
-            async for chunk in response.content.iter_any():
-                await request.send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await request.send({"type": "http.response.body", "body": b""})
-            return "answered"
-
-    def _new_session(self) -> aiohttp.ClientSession:
-        checks = ssl.create_default_context(cafile=self._ca) if self._ca else True
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=checks),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,
-        )
+    async def _exchange(self, request: "_Request", link: PeerLink, peer: Peer) -> Outcome:
+        body = request.body or b""
+        link.send(request.scope["method"], request.target, request.headers(self._cluster.name, peer), body)
+        status, headers = await link.head()
+        if any(name == _REFUSED for name, _ in headers):
+            return "refused"
+        headers = [header for header in headers if header[0] not in _NEVER_RETURNED]
+        await request.send({"type": "http.response.start", "status": status, "headers": headers})
+        is_last = False
+        while not is_last:
+            body, is_last = await link.chunk()
+            await request.send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        return "answered"
 
 
 class _PeerGone(Exception):
     """The member that was to answer lost its lease."""
 
 
-async def _unless_gone(work: Coroutine[Any, Any, Outcome], request: "_Request", peer: Peer) -> Outcome:
-    """The result of `work`, which is cancelled where the client leaves or the member dies."""
-    task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(request.disconnected())
+@contextlib.asynccontextmanager
+async def _watched(link: PeerLink, request: "_Request", peer: Peer) -> AsyncIterator[None]:
+    """Reading from the link fails where the client leaves or the member dies."""
+    watch: asyncio.Task[None] | None = None
+
+    async def client() -> None:
+        await request.disconnected()
+        link.fail(ClientDisconnect())
+
+    def begin() -> None:
+        nonlocal watch
+        watch = asyncio.ensure_future(client())
+
+    def gone(_: object) -> None:
+        link.fail(_PeerGone())
+
+    beginning = asyncio.get_running_loop().call_later(_WATCH_S, begin)
+    peer.gone.add_done_callback(gone)
     try:
-        await asyncio.wait((task, left, peer.gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect if left.done() else _PeerGone
+        yield
     finally:
-        for one in (task, left):
-            one.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+        peer.gone.remove_done_callback(gone)
+        beginning.cancel()
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
 
 class _Request:
@@ -183,17 +176,19 @@ class _Request:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    def url(self, peer: Peer) -> URL:
-        path = (self.scope.get("raw_path") or self.scope["path"].encode()).decode("latin-1")
-        query = self.scope["query_string"].decode("latin-1")
-        base = f"{'https' if peer.member.has_tls else 'http'}://{peer.member.http}"
-        return URL(f"{base}{path}?{query}" if query else f"{base}{path}", encoded=True)
+    @property
+    def target(self) -> bytes:
+        path: bytes = self.scope.get("raw_path") or self.scope["path"].encode()
+        query: bytes = self.scope["query_string"]
+        return path + b"?" + query if query else path
 
-    def headers(self, member: str) -> list[tuple[str, str]]:
+    def headers(self, member: str, peer: Peer) -> list[Header]:
         """The client's own, by which the owner of the session authenticates it again."""
-        kept = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in self.scope["headers"]
-            if name not in _NEVER_SENT
-        ]
-        return [*kept, (FORWARDED, member), ("x-request-id", self.scope["holdfast.request_id"])]
+        given: list[Header] = self.scope["headers"]
+        kept = [header for header in given if header[0] not in _NEVER_SENT]
+        if not any(name == b"host" for name, _ in kept):
+            kept.append((b"host", peer.member.http.encode()))
+        if self.body or self.scope["method"] not in _SAFE:
+            kept.append((b"content-length", str(len(self.body or b"")).encode()))
+        request_id: str = self.scope["holdfast.request_id"]
+        return [*kept, (_FORWARDED, member.encode()), (b"x-request-id", request_id.encode())]

@@ -27,6 +27,10 @@ class DatabaseJournal:
         """What `look` sees, at one moment. In any thread; blocks. Raises StorageUnavailable."""
         raise NotImplementedError
 
+    def _read_long(self, look: Callable[[Database], T]) -> T:
+        """As `_read`, for minutes if need be: no other read waits for it, and `close` ends it."""
+        raise NotImplementedError
+
     async def _look(self, look: Callable[[Database], T]) -> T:
         return await asyncio.to_thread(self._read, look)
 
@@ -82,7 +86,7 @@ class DatabaseJournal:
         return self._body(session_id, turn, "response")
 
     def num_bytes_by_owner(self) -> Mapping[str, int]:
-        return self._read(rows.num_bytes_by_owner)
+        return self._read_long(rows.num_bytes_by_owner)
 
     async def purge(self, before: float) -> int:
         gone = await self._look(lambda db: rows.closed_sessions(db, before=before))

@@ -15,13 +15,8 @@ import psycopg
 
 from holdfast.errors import Fenced, HoldfastError, JournalFailed, SessionElsewhere, SessionNotFound, StorageUnavailable
 from holdfast.sessions.journal.base import Member, MemberState
-from holdfast.sessions.journal.postgres_connection import (
-    Connection,
-    DatabaseSilent,
-    application_name,
-    is_lost,
-    one_line,
-)
+from holdfast.sessions.journal.postgres_connection import application_name, is_lost, one_line
+from holdfast.sessions.journal.postgres_pipeline import Connection, DatabaseSilent
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -37,8 +38,6 @@ from holdfast.sessions.journal.database import Database
 from holdfast.sessions.journal.database_journal import DatabaseJournal
 from holdfast.sessions.journal.members import PostgresMembers, lock, take
 from holdfast.sessions.journal.postgres_connection import (
-    Connection,
-    DatabaseSilent,
     PostgresDatabase,
     Texts,
     cannot_connect,
@@ -48,6 +47,7 @@ from holdfast.sessions.journal.postgres_connection import (
     one_line,
     place_of,
 )
+from holdfast.sessions.journal.postgres_pipeline import Connection, DatabaseSilent
 from holdfast.sessions.journal.postgres_schema import check_model, prepare
 from holdfast.sessions.journal.recorder import INLINE_BYTES, Recorder
 from holdfast.sessions.journal.writer import JournalWriter
@@ -60,6 +60,7 @@ Trace = tuple[str, list[object]]  # a query that finds a row, and its values
 
 _NUM_READERS = 4
 _READ_S = 60.0  # without a sign of the database, after which a read fails
+_LOOK_S = 0.05  # how often it is looked whether a read that was cancelled has ended
 _RESOLVE_S = 2.0  # for finding out what became of a commit whose answer was lost
 _CHECK = "m.epoch, m.state, l.until > clock_timestamp() AS is_valid"
 _OWN_ROW = f"SELECT {_CHECK} FROM members m JOIN leases l USING (name) WHERE m.name = $1 FOR SHARE OF m".encode()
@@ -137,6 +138,7 @@ class PostgresJournal(DatabaseJournal):
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="holdfast-journal-reader")
         self._reader = threading.local()
         self._open_readers: list[Connection] = []
+        self._long_reads: list[Connection] = []
         self._on_takeover = on_takeover
         self._members = PostgresMembers(self._connect, lease_s=lease_s, flush=self._flush, on_renewed=on_renewed)
         self._writer = JournalWriter(
@@ -170,8 +172,7 @@ class PostgresJournal(DatabaseJournal):
             raise
 
     async def next_number(self) -> int:
-        rows = await self._look(lambda db: db.select("SELECT nextval('numbers') AS number"))
-        return int(rows[0]["number"])
+        return await self._in_reader(_next_number)
 
     async def acquire(self, session_id: str, owner: str) -> StoredSession:
         return await self._in_reader(lambda connection: self._acquire(connection, session_id, owner))
@@ -198,16 +199,31 @@ class PostgresJournal(DatabaseJournal):
     def _read(self, look: Callable[[Database], T]) -> T:
         return self._on_reader(lambda connection: self._look_at(connection, look))
 
+    def _read_long(self, look: Callable[[Database], T]) -> T:
+        def work(connection: Connection) -> T:
+            connection.silence_s = math.inf  # a link that is cut is noticed by its keepalives
+            self._long_reads.append(connection)
+            try:
+                return self._look_at(connection, look)
+            finally:
+                self._long_reads.remove(connection)
+
+        try:
+            return self._with_reader(work)
+        finally:
+            self._drop_reader()
+
     async def _look(self, look: Callable[[Database], T]) -> T:
         return await self._in_reader(lambda connection: self._look_at(connection, look))
 
     def _look_at(self, connection: Connection, look: Callable[[Database], T]) -> T:
-        with connection.pipeline():
-            connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        with connection.statements as statements:
+            statements.send(b"BEGIN ISOLATION LEVEL REPEATABLE READ")
             try:
-                return look(PostgresDatabase(connection))
+                return look(PostgresDatabase(statements))
             finally:
-                connection.execute("COMMIT")
+                with contextlib.suppress(psycopg.Error):  # where the connection is lost, leaving the context says so
+                    statements.send(b"COMMIT")
 
     def _on_reader(self, work: Callable[[Connection], T]) -> T:
         return self._readers.submit(self._with_reader, work).result()
@@ -216,8 +232,8 @@ class PostgresJournal(DatabaseJournal):
         return await asyncio.wrap_future(self._readers.submit(self._with_reader, work))
 
     def _with_reader(self, work: Callable[[Connection], T]) -> T:
-        """In a reader's thread. Once more on a new connection where the old one was lost: all work here may be done
-        twice."""
+        """In a thread that has a connection of its own. Once more on a new connection where the old one was lost: all
+        work here may be done twice."""
         for _ in range(2):
             connection: Connection | None = getattr(self._reader, "connection", None)
             is_new = connection is None
@@ -275,7 +291,7 @@ class PostgresJournal(DatabaseJournal):
         was_connected = self._link is not None
         try:
             link = self._writing()
-            with link.connection.pipeline():
+            with link.connection.statements as statements:
                 begun = self._begin(link, writes, outcomes)
                 for entries, outcome in zip(writes, outcomes, strict=True):
                     for entry in entries if outcome is None else ():
@@ -283,9 +299,9 @@ class PostgresJournal(DatabaseJournal):
                 link.recorder.flush()
                 freed = [str(key) for key in link.recorder.freed]
                 xid = begun
-                committed = link.connection.execute("COMMIT")
-            if committed.statusmessage != "COMMIT":
-                raise psycopg.DatabaseError(f"the database answered {committed.statusmessage} to COMMIT")
+                statements.send(b"COMMIT")
+            if statements.status != b"COMMIT":
+                raise psycopg.DatabaseError(f"the database answered {statements.status.decode()} to COMMIT")
         except Exception as exc:  # noqa: BLE001 - every writer is told
             has_lost = self._roll_back()
             if has_lost and was_connected and not xid and not isinstance(exc, DatabaseSilent):
@@ -311,14 +327,15 @@ class PostgresJournal(DatabaseJournal):
         Gives the transaction's id.
         """
         ids = sorted({entry.session_id for entries in writes for entry in entries} | _sources(writes))
-        link.connection.execute("BEGIN")
-        found = link.connection.execute(_BEGIN, [self._members.name, Texts(ids)]).fetchall()
+        statements = link.connection.statements
+        statements.send(b"BEGIN")
+        found = statements.select(_BEGIN, [self._members.name, Texts(ids)])
         self._check_lease(found)
         link.database.begin_commit(found[0]["base"])
         known = {row["id"]: row for row in found}
         gone = sorted(session_id for session_id, row in known.items() if row["is_closed"] and session_id is not None)
         if gone:  # others may purge them
-            locked = link.connection.execute(_LOCK, [Texts(gone)]).fetchall()
+            locked = statements.select(_LOCK, [Texts(gone)])
             known = {session_id: row for session_id, row in known.items() if not row["is_closed"]}
             known |= {row["id"]: row for row in locked}
         opened: set[str] = set()
@@ -432,7 +449,12 @@ class PostgresJournal(DatabaseJournal):
         if self._link is not None:
             self._link.connection.close()
         self._readers.shutdown()
-        for connection in self._open_readers:
+        while self._long_reads:
+            for connection in tuple(self._long_reads):
+                with contextlib.suppress(psycopg.Error):
+                    connection.cancel_safe(timeout=_RESOLVE_S)
+            time.sleep(_LOOK_S)
+        for connection in tuple(self._open_readers):
             connection.close()
         self._members.close()
 
@@ -464,8 +486,14 @@ class _Link:
 
     def __init__(self, connection: Connection, member: str) -> None:
         self.connection = connection
-        self.database = PostgresDatabase(connection)
+        self.database = PostgresDatabase(connection.statements)
         self.recorder = Recorder(self.database, _place, member)
+
+
+def _next_number(connection: Connection) -> int:
+    with connection.statements as statements:
+        [row] = statements.select(b"SELECT nextval('numbers') AS number")
+    return int(row["number"])
 
 
 def _trace(writes: Sequence[Sequence[Entry]], outcomes: Sequence[Exception | None], first_step: int) -> Trace | None:

@@ -3,10 +3,9 @@
 import logging
 import re
 import struct
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import psycopg
 from psycopg.adapt import Buffer, Dumper
@@ -18,9 +17,8 @@ from psycopg.types.string import StrBinaryDumper, TextLoader
 
 from holdfast.errors import ConfigError
 from holdfast.sessions.journal.database import Row
+from holdfast.sessions.journal.postgres_pipeline import Connection, Statements
 from holdfast.sessions.record import Stored
-
-T = TypeVar("T")
 
 logging.getLogger("psycopg").setLevel(logging.ERROR)  # it warns of what it also raises
 
@@ -36,38 +34,6 @@ _ADVICE = (  # what to do about a connection that is refused, by what the messag
     (r"SSL|certificate", "check sslmode and the certificates in the URL"),
     ("", "check that the database runs and that host and port in the URL are right"),
 )
-
-
-class DatabaseSilent(psycopg.OperationalError):
-    """The database did not answer in time. A link that is cut may never tell so."""
-
-
-class Connection(psycopg.Connection[dict[str, Any]]):
-    """In autocommit mode: transactions are begun by hand. Raises DatabaseSilent where nothing comes for `silence_s`.
-
-    `identity` tells it from all others that the server has had.
-    """
-
-    silence_s: float = 60.0
-    identity: tuple[int, str] = (0, "")
-
-    def wait(self, gen: Generator[Any, Any, T], *args: Any, **kwargs: Any) -> T:
-        return super().wait(self._bounded(gen), *args, **kwargs)
-
-    def _bounded(self, gen: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
-        try:
-            state = next(gen)
-            heard_at = time.monotonic()
-            while True:
-                ready = yield state
-                if ready:
-                    heard_at = time.monotonic()
-                elif time.monotonic() - heard_at > self.silence_s:
-                    self.pgconn.finish()
-                    raise DatabaseSilent(f"the database did not answer for {self.silence_s:g} seconds")
-                state = gen.send(ready)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
 
 
 class TextDumper(StrBinaryDumper):
@@ -158,10 +124,11 @@ _TYPES = {Integers: "bigint[]", Floats: "float8[]", Texts: "text[]", Binaries: "
 
 
 class PostgresDatabase:
-    """The journal's queries on a connection. `begin_commit` must be called before rows are numbered."""
+    """The journal's queries among the statements of a connection. `begin_commit` must be called before rows are
+    numbered."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, statements: Statements) -> None:
+        self._statements = statements
         self._next_step = self._next_body = self.first_step = 0  # of the commit
 
     def begin_commit(self, base: int) -> None:
@@ -169,19 +136,18 @@ class PostgresDatabase:
         self._next_step = self._next_body = self.first_step = base * _BLOCK
 
     def select(self, query: str, *values: object) -> Sequence[Row]:
-        return self._connection.execute(numbered(query), values).fetchall()
+        return self._statements.select(numbered(query), values)
 
     def execute(self, query: str, *values: object) -> None:
-        self._connection.execute(numbered(query), values)
+        self._statements.send(numbered(query), values)
 
     def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
-        changed = self._connection.execute(
-            "UPDATE turns SET is_delivered = 1, checksum = checksum # $3"
-            " FROM unnest($1::text[], $2::bigint[]) AS delivered (in_session, turn)"
-            " WHERE session = in_session AND number = turn AND is_delivered = 0 AND reward IS NULL RETURNING 1",
+        return self._statements.change(
+            b"UPDATE turns SET is_delivered = 1, checksum = checksum # $3"
+            b" FROM unnest($1::text[], $2::bigint[]) AS delivered (in_session, turn)"
+            b" WHERE session = in_session AND number = turn AND is_delivered = 0 AND reward IS NULL",
             [Texts(session for session, _ in turns), Integers(number for _, number in turns), mask],
         )
-        return len(changed.fetchall())
 
     def insert(self, rows: Mapping[str, Sequence[Sequence[Stored]]]) -> None:
         columns = [
@@ -189,7 +155,7 @@ class PostgresDatabase:
             for table, of_table in rows.items()
             for kind, values in zip(_COLUMNS[table], zip(*of_table, strict=True), strict=True)
         ]
-        self._connection.execute(_insertion(*rows), columns)
+        self._statements.send(_insertion(*rows), columns)
 
     def next_step(self) -> int:
         self._next_step = self._after(self._next_step)
@@ -244,7 +210,7 @@ def connect(url: str, *, name: str = "", lease_s: float = 600.0) -> Connection:
         url,
         autocommit=True,
         cursor_factory=psycopg.RawCursor,
-        prepare_threshold=1,
+        prepare_threshold=None,  # psycopg deallocates all statements after a rollback, those of `Statements` too
         row_factory=dict_row,
         application_name=application_name(name),
         **{name: value for name, value in defaults.items() if name not in given},  # type: ignore[arg-type]
@@ -265,6 +231,7 @@ def connect(url: str, *, name: str = "", lease_s: float = 600.0) -> Connection:
             [str(int(500 * lease_s)), str(int(100 * lease_s))],
         ).fetchall()
         connection.identity = (connection.info.backend_pid, about["started"])
+        connection.statements = Statements(connection)
     except BaseException:
         connection.close()
         raise

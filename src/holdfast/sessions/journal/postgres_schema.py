@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import psycopg
 
 from holdfast.errors import ConfigError
-from holdfast.sessions.journal.postgres_connection import LEAST_VERSION, Connection, one_line
+from holdfast.sessions.journal.postgres_connection import LEAST_VERSION, one_line
+from holdfast.sessions.journal.postgres_pipeline import Connection
 
 logger = logging.getLogger(__name__)
 

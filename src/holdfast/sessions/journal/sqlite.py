@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LOOK_S = 0.05  # how often it is looked whether a read that was interrupted has ended
+
 
 class SqliteJournal(DatabaseJournal):
     """`directory` is made where it is missing, and ours alone until `close`. Opening blocks.
@@ -66,6 +68,7 @@ class SqliteJournal(DatabaseJournal):
             self._reader = connect(self._path)
             undo.callback(self._reader.close)
             self._reading = threading.Lock()
+            self._long_reads: list[sqlite3.Connection] = []
             self._bodies = self._segments = self._open_segments(max_segment_bytes)
             self._held = self._files_now()
             if self._path.stat().st_size > max_checked_bytes:
@@ -111,17 +114,28 @@ class SqliteJournal(DatabaseJournal):
 
     def _read(self, look: Callable[[Database], T]) -> T:
         with self._reading:
+            return self._look_at(self._reader, look)
+
+    def _read_long(self, look: Callable[[Database], T]) -> T:
+        with contextlib.closing(connect(self._path)) as connection:
+            self._long_reads.append(connection)
             try:
-                self._reader.execute("BEGIN")
-                try:
-                    return look(SqliteDatabase(self._reader))
-                finally:
-                    if self._reader.in_transaction:
-                        self._reader.execute("ROLLBACK")
-            except IndexError as exc:
-                raise StorageUnavailable(f"the journal {self._path} is damaged: a column has another name") from exc
-            except (sqlite3.Error, UnicodeDecodeError) as exc:
-                raise StorageUnavailable(f"the journal {self._path} cannot be read: {exc}") from exc
+                return self._look_at(connection, look)
+            finally:
+                self._long_reads.remove(connection)
+
+    def _look_at(self, connection: sqlite3.Connection, look: Callable[[Database], T]) -> T:
+        try:
+            connection.execute("BEGIN")
+            try:
+                return look(SqliteDatabase(connection))
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+        except IndexError as exc:
+            raise StorageUnavailable(f"the journal {self._path} is damaged: a column has another name") from exc
+        except (sqlite3.Error, UnicodeDecodeError) as exc:
+            raise StorageUnavailable(f"the journal {self._path} cannot be read: {exc}") from exc
 
     def _open_segments(self, max_segment_bytes: int) -> Segments:
         last = (
@@ -155,6 +169,10 @@ class SqliteJournal(DatabaseJournal):
     def _close(self) -> None:
         if self._later_check is not None:
             self._later_check.stop()
+        while self._long_reads:
+            for connection in tuple(self._long_reads):
+                connection.interrupt()
+            time.sleep(_LOOK_S)
         self._segments.close()
         with self._reading:
             self._reader.close()

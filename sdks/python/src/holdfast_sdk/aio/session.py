@@ -16,6 +16,7 @@ from holdfast_sdk.results import (
     Forked,
     HistoryChunk,
     Imported,
+    Passage,
     Rewound,
     SessionInfo,
 )
@@ -90,6 +91,15 @@ class AsyncSession:
         with closing(self._wire.stream(await self._wire.run(self._flows.history(start, end)))) as stream:
             async for message in stream:
                 yield convert.history_chunk(message)
+
+    async def search(
+        self, query: str | Iterable[int], *, limit: int = 8, include_in_view: bool = False
+    ) -> list[Passage]:
+        """Passages of the history that a text, or the text of token ids, is about, the best first.
+
+        Only those that have left the model's view, unless told otherwise. The server needs the model's tokenizer.
+        """
+        return await self._wire.run(self._flows.search(query, limit, include_in_view))
 
     async def export(self, *, with_snapshot: bool = True, timeout_s: float | None = None) -> AsyncIterator[bytes]:
         """The whole session in chunks: write them to a file, or give them to `AsyncClient.import_session`.
