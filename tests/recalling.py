@@ -88,17 +88,22 @@ class Talk:
         assert lines[0] == "Earlier in this conversation:"
         spoken = [(role, json.loads(text)) for line in lines[1:] for role, text in _QUOTE.findall(line)]
         assert spoken == texts
-        # It is out of the view that the turn has without quotes, and so is the beginning of every earlier quote of it.
+        # It is out of the view that the turn has without quotes, all of it, and so is the beginning of every earlier
+        # quote of it.
         whole, start = parent.ids() + plain.prompt.ids, parent.end + num_plain - self.recent
         assert start > self.pinned
+        decode = self.model.tokenizer.decode
+        spelled, pinned, hidden = decode(whole), len(decode(whole[: self.pinned])), len(decode(whole[:start]))
         for node in path:
             if (earlier := node.turn.facts.recalled) and node.start + earlier.start < start:
                 start = max(start, node.start + earlier.start + earlier.length)
-        seen = [self.model.tokenizer.decode(part) for part in (whole[: self.pinned], whole[start:])]
         messages = [text for node in path for text in _texts(node)] + [said["content"] for said in prepared.messages]
         for _, text in texts:
             if sum(text in message for message in messages) == 1:
-                assert not any(text in part for part in seen)
+                assert text not in decode(whole[start:])
+                if self.model.tokenizer.is_byte_level and (at := spelled.find(text)) >= 0:
+                    assert pinned <= at
+                    assert at + len(text) <= hidden
 
     def again(self) -> "Talk":
         """The same, read from the record by another process."""

@@ -26,7 +26,7 @@ from holdfast.engine.torch import TorchEngine
 from holdfast.engine.worker import Worker
 from holdfast.errors import JournalFailed
 from holdfast.sessions.operations import Claim
-from tests.effort import examples
+from tests.effort import THOROUGH, examples
 from tests.recalling import Talk, user
 from tests.serving import ScriptedEngine, Server, SlowEngine, default_chat, held, serving, wordy_engine
 from tests.talking import as_events_text, chat_path, client_of, error_of, eventually, open_session, said, text_of, until
@@ -185,6 +185,16 @@ def test_quotes_keep_their_limits_and_leave_the_new_message_its_room(limits: tup
             assert (prepared.recalled is not None) == (limits[1] > 0 and room > 12)
 
 
+def test_a_passage_is_quoted_once_all_of_it_is_out_of_view_wherever_the_view_begins() -> None:
+    talk, messages = long_talk(4, recent=4096)
+    counts = set()
+    for talk.pinned, talk.recent in [(pinned, recent) for pinned in (4, 30) for recent in range(40, 110)]:
+        before = asked_about(talk, messages, 0)
+        counts.add((talk.pinned, before.count("gamma0")))
+        asked_about(talk, messages, 1)
+    assert counts == {(4, 0), (4, 1), (30, 0)}  # the first one is partly pinned
+
+
 _BEGINNINGS = [
     "",
     " ",
@@ -217,12 +227,16 @@ def test_a_message_is_where_it_was_said_and_not_where_it_was_quoted() -> None:
     talk, messages = Talk(MODEL), []
     for text in ["The colour is hue.", *(f"Now something else, number {n}, of no use." for n in range(8))]:
         messages += [user(text), talk.take_turn([*messages, user(text)]).turn.reply]
-    node = talk.take_turn([*messages, user("The colour is hue.")])
-    assert node.turn.facts.recalled is not None
+    texts = ["The colour is hue.", "Is it that colour, hue?"]
+    node = talk.take_turn([*messages, *map(user, texts)])
+    recalled = node.turn.facts.recalled
+    assert recalled is not None
+    assert recalled.passages == ((1, 0, 0),)
     talk.trajectory.passages.update(talk.tree, MODEL.tokenizer)
-    (again,) = [p for p in talk.trajectory.passages._passages if (p.turn, p.message) == (node.depth, 0)]
-    assert again.start >= node.start + node.turn.facts.recalled.start + node.turn.facts.recalled.length
-    assert MODEL.tokenizer.decode(node.ids()[again.start : again.end]).strip() == "The colour is hue."
+    one, other, _ = [passage for passage in talk.trajectory.passages._passages if passage.turn == node.depth]
+    assert one.end <= node.start + recalled.start < node.start + recalled.start + recalled.length <= other.start
+    found = [MODEL.tokenizer.decode(node.ids()[passage.start : passage.end]) for passage in (one, other)]
+    assert [text.strip() for text in found] == texts
 
 
 class Recalling(RuleBasedStateMachine):
@@ -524,6 +538,7 @@ async def test_drafts_of_what_is_quoted_change_nothing(monkeypatch: pytest.Monke
     assert accepted[0] == 0 < accepted[1]
 
 
+@pytest.mark.skipif(not THOROUGH, reason="the real model takes seconds")
 async def test_the_real_model_says_the_same_of_the_same_quotes(default_engine: TorchEngine) -> None:
     async with recalling(default_engine) as (_, client):
         session, texts = await open_session(client), []
