@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
 from holdfast.chats.recall import NO_RECALL, RecallLimits
+from holdfast.chats.service import _check_imported
 from holdfast.engine.interface import Engine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.speculation import NGram, Speculator
@@ -26,6 +28,7 @@ from holdfast.engine.torch import TorchEngine
 from holdfast.engine.worker import Worker
 from holdfast.errors import JournalFailed
 from holdfast.sessions.operations import Claim
+from holdfast.sessions.record import Recalled, TurnFacts
 from tests.effort import THOROUGH, examples
 from tests.recalling import Talk, user
 from tests.serving import ScriptedEngine, Server, SlowEngine, default_chat, held, serving, wordy_engine
@@ -239,6 +242,27 @@ def test_a_message_is_where_it_was_said_and_not_where_it_was_quoted() -> None:
     assert [text.strip() for text in found] == texts
 
 
+def test_turns_that_search_at_once_in_threads_find_the_same() -> None:
+    talk, messages = long_talk(30)
+    question = [*messages, user("What was alpha1?")]
+    expected = talk.prepare(question)
+    fresh = talk.again()  # its index is still to be made
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(fresh.prepare, [question] * 8))
+    assert {tuple(prepared.prompt.ids) for prepared in found} == {tuple(expected.prompt.ids)}
+    assert expected.recalled is not None
+    assert len(fresh.trajectory.passages._passages) == 60
+
+
+def test_a_file_whose_turn_recalls_more_than_it_was_given_is_refused() -> None:
+    node = long_talk(1)[0].tree.tip
+    node.turn.request = node.turn.response = b"{}"
+    _check_imported(node)
+    node.turn.facts = TurnFacts(recalled=Recalled(start=len(node.turn.given), length=1))
+    with pytest.raises(ValueError, match="turn 1 recalls more tokens than it was given"):
+        _check_imported(node)
+
+
 class Recalling(RuleBasedStateMachine):
     """Conversations that go on and branch anywhere, with hostile texts: every turn is what it would be without recall,
     plus quotes of what is out of its view on its path; and made again, later or elsewhere, it is the same."""
@@ -289,7 +313,7 @@ TestRecalling.settings = settings(max_examples=examples(15), stateful_step_count
 
 # Turns on an engine
 
-TOLD = [f"alpha{number}: gamma{number} delta{number}." for number in range(12)]
+TOLD = [f"alpha{number}: gamma{number} delta{number}." for number in range(7)]
 
 
 def small_engine(**options: Any) -> SlowEngine:
