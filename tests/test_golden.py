@@ -166,7 +166,7 @@ def as_version_1(samples: dict[str, Any]) -> dict[str, Any]:
             for turn in sample["turns"]
         ]
         for turn in sample["turns"]:
-            assert (turn.pop("weight_spans"), turn.pop("effort")) == ([], {})
+            assert (turn.pop("weight_spans"), turn.pop("effort"), turn.pop("recalled")) == ([], {}, [])
     return samples
 
 
@@ -210,6 +210,7 @@ async def further_turns(server: Server, wanted: dict[str, Any]) -> dict[str, Any
         assert response.status_code == 200, response.text
         metrics = (await http.get("/metrics")).text
     reply = response.json()
+    assert reply["usage"]["holdfast"].pop("recalled_tokens") == 0
     return {
         "sampled": sampled,
         "text": reply["choices"][0]["message"]["content"],

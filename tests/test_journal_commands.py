@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.errors import ConfigError, StorageUnavailable
+from holdfast.sessions.journal import damage
 from holdfast.sessions.journal.base import (
     ForkedFrom,
     HistoryRewound,
@@ -38,7 +39,10 @@ from tests.test_journal import many_written, opened, session, turn
 
 
 @pytest.mark.parametrize("page", [None, 3, 4, 9])
-async def test_damage_in_a_large_database_is_found_while_it_is_in_use(tmp_path: Path, page: int | None) -> None:
+async def test_damage_in_a_large_database_is_found_while_it_is_in_use(
+    tmp_path: Path, page: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(damage, "_DELAY_S", 0.0)
     await many_written(tmp_path)
     path = tmp_path / "journal.db"
     data = bytearray(path.read_bytes())
@@ -59,7 +63,8 @@ async def test_damage_in_a_large_database_is_found_while_it_is_in_use(tmp_path: 
     await journal.close()
 
 
-async def test_a_journal_can_be_closed_while_it_is_checked(tmp_path: Path) -> None:
+async def test_a_journal_can_be_closed_while_it_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(damage, "_DELAY_S", 0.0)
     await many_written(tmp_path)
     for _ in range(20):
         await SqliteJournal(tmp_path, max_checked_bytes=0).close()

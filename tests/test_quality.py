@@ -90,6 +90,7 @@ def _asked(**changes: list[float]) -> Report:
         "pass_keys_on/answered": [0.0, 1.0],
         "pass_keys/kv_live_bytes": [7.0, 7.0],
         "search/200000/ms": [1.0, 1.0, 9.0],
+        "search/200000/found": [1.0],
     }
     for name, found in (values | changes).items():
         results.extend(name, "", found)
@@ -106,6 +107,7 @@ def _asked(**changes: list[float]) -> Report:
         ("pass_keys", "pass_keys_on/answered", [0.0, 0.0]),
         ("pass_keys_memory", "pass_keys/kv_live_bytes", [7.0, 8.0]),
         ("search_200000", "search/200000/ms", [6.0, 6.0, 1.0]),
+        ("found_among_200000", "search/200000/found", [1.0, 0.0]),
     ],
 )
 def test_each_gate_of_recall_fails_alone_and_without_values(gate: str, name: str, values: list[float]) -> None:
@@ -133,6 +135,7 @@ def test_searches_of_a_long_history_are_timed() -> None:
     results = Results("quality", "", {})
     recall_quality.measure_search(results, quality.long_text()[:9000], default_chat().model.tokenizer, 3000)
     assert len(results.report.values("search/3000/ms")) == 40
+    assert results.report.values("search/3000/found") == [1.0] * 10
     assert results.report.values("search/3000/index_s")[0] > 0
 
 

@@ -1,5 +1,6 @@
 """Search in histories at both doors, and quotes as spans of their own kind wherever a history is told."""
 
+import asyncio
 from array import array
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,20 @@ async def test_a_token_session_is_searched_by_text_or_tokens_where_the_model_can
         await server.stub.RewindSession(pb.RewindSessionRequest(session_id=fork, to_position=best.from_position))
         assert await ask(server, fork, "lighthouse keeper", include_in_view=True) == []
         assert await ask(server, session, "Who is the lighthouse keeper?") == [best]
+
+
+async def test_searches_at_once_and_one_whose_caller_leaves_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.chats.turn._LARGE_BYTES", 1)  # each is in a thread
+    async with serving(wordy_engine(), default_chat()) as server:
+        session = (await server.stub.CreateSession(pb.CreateSessionRequest())).session_id
+        await turn(server, session, f"{FILLER}\n\n{FACT}\n\n{FILLER}")
+        asked = [asyncio.ensure_future(ask(server, session, "keeper", include_in_view=True)) for _ in range(6)]
+        await asyncio.sleep(0)
+        asked[0].cancel()
+        await turn(server, session, "And the keeper?")
+        found = [await one for one in asked[1:]]
+        assert all(FACT in one[0].text for one in found)
+        assert len(await ask(server, session, "keeper", include_in_view=True)) == 2
 
 
 async def test_a_search_that_cannot_be_answered_is_refused_in_one_sentence(tmp_path: Path) -> None:

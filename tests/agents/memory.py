@@ -110,9 +110,9 @@ async def run(num_steps: int, budget: int, recall_tokens: int) -> dict[str, Any]
     }
 
 
-async def run_on_engine(num_steps: int, window: int) -> dict[str, Any]:
-    """The default model on our engine, driven by OpenAI's client: ten names from step 3 on, each asked for at the step
-    before the last 20, in a fork with recall and in one without. The model's answers count."""
+async def run_on_engine(window: int) -> dict[str, Any]:
+    """The default model on our engine, driven by OpenAI's client: ten names from step 3 on, each asked for at step 180,
+    in a fork with recall and in one without. The model's answers count."""
     folder = agents_folder() / "runs" / "memory-engine"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "data").mkdir(parents=True)
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help="our engine and the default model, no agent program")
     arguments = parser.parse_args()
     if arguments.engine:
-        told = asyncio.run(run_on_engine(arguments.steps, arguments.budget))
+        told = asyncio.run(run_on_engine(arguments.budget))
         print(json.dumps({name: value for name, value in told.items() if name != "answers"}))
         return
     for recall_tokens in (256, 0):

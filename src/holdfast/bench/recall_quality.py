@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from holdfast.bench.conversation import TIMEOUT_S
-from holdfast.bench.gates import Gate, control, median_at_most, share_at_least
+from holdfast.bench.gates import Gate, all_right, control, median_at_most, share_at_least
 from holdfast.bench.load import ask
 from holdfast.bench.machine import resident_bytes
 from holdfast.bench.processes import RunningServer, serving
 from holdfast.bench.report import Report, Results
+from holdfast.chat.messages import Message
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chats.recall import Recall
+from holdfast.chats.recall import Recall, RecallLimits
 from holdfast.chats.tree import Tree
 from holdfast.sessions.record import View
 
@@ -192,12 +193,7 @@ def measure(results: Results, text: str, settings: "QualitySettings") -> None:
 def measure_pass_keys(results: Results, text: str, settings: "QualitySettings") -> None:
     """Tell keys in the course of a long history, and ask for all of them at its end."""
     num, recent, length = settings.pass_keys, settings.served_recent, settings.history_tokens
-    chance = random.Random(1)
-    keys = []
-    for place in [*_PLACES, *_UNKNOWN][:num]:
-        key = str(chance.randrange(10_000, 100_000))
-        keys.append(Question(f"The pass key of the {place} is {key}.", (f"What is the pass key of the {place}?",), key))
-    fillers = _fillers(text)
+    keys, fillers = _pass_keys(num), _fillers(text)
     with _served(settings) as server:
         talk = Talk(server, round(_QUOTES * recent))
         talk.tell([next(fillers)])
@@ -221,16 +217,28 @@ def measure_pass_keys(results: Results, text: str, settings: "QualitySettings") 
         results.figure("pass_keys/history_tokens", "tokens", talk.num_tokens)
 
 
+def _pass_keys(num: int) -> list[Question]:
+    chance, found = random.Random(1), []
+    for place in [*_PLACES, *_UNKNOWN][:num]:
+        key = str(chance.randrange(10_000, 100_000))
+        asked = (f"What is the pass key of the {place}?",)
+        found.append(Question(f"The pass key of the {place} is {key}.", asked, key))
+    return found
+
+
 def measure_search(results: Results, text: str, tokenizer: Tokenizer, num_tokens: int) -> None:
-    """How long it takes to search a history of that length, and to make its index."""
+    """How long it takes to search a history of that length, and to make its index; and whether a question recalls first
+    what was told once in its course."""
     results.step(f"writing {num_tokens} tokens")
-    tree, fillers = Tree(), _fillers(text)
+    tree, fillers, keys = Tree(), _fillers(text), _pass_keys(len(_PLACES))
+    left = list(keys)
     while tree.tip.end < num_tokens:
-        told = next(fillers)
+        is_key = len(left) > len(keys) * (1 - tree.tip.end / num_tokens)
+        told = left.pop().statement if is_key else next(fillers)
         message, reply = {"role": "user", "content": told}, {"role": "assistant", "content": "Noted."}
         ids = tokenizer.encode_plain(told)
         tree.add(tree.new_turn(tree.tip, messages=[message], reply=reply, given=ids, sampled=[], finish_reason="stop"))
-    recall, view = Recall(), View(0, tree.tip.end - 1024)
+    recall, view = Recall(), View(0, tree.tip.end)  # nothing is in view
     before, started = resident_bytes(os.getpid()), time.perf_counter()
     recall.update(tree, tokenizer)
     results.figure(f"search/{num_tokens}/index_s", "s", time.perf_counter() - started, "lower")
@@ -242,6 +250,10 @@ def measure_search(results: Results, text: str, tokenizer: Tokenizer, num_tokens
         started = time.perf_counter()
         recall.search(tree.tip, view, query)
         results.extend(f"search/{num_tokens}/ms", "ms", [(time.perf_counter() - started) * 1000])
+    for one in keys:
+        asked: list[Message] = [{"role": "user", "content": one.wordings[0]}]
+        found = recall.choose(tree.tip, view, asked, RecallLimits(512), tokenizer)
+        results.count(f"search/{num_tokens}/found", bool(found) and found[0].text == one.statement)
 
 
 def judge(report: Report) -> list[Gate]:
@@ -257,6 +269,8 @@ def judge(report: Report) -> list[Gate]:
     for num_tokens in numbers(settings.get("search_tokens", "")):
         limit = min([most for length, most in _LIMITS_MS.items() if num_tokens <= length], default=math.inf)
         gates.append(median_at_most(f"search_{num_tokens}", report.values(f"search/{num_tokens}/ms"), limit, "ms"))
+        found = report.values(f"search/{num_tokens}/found")
+        gates.append(all_right(f"found_among_{num_tokens}", len(found), found.count(0.0)))
     return gates
 
 

@@ -63,6 +63,10 @@ class TokenPassages:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.lock = asyncio.Lock()
+        self.clear()
+
+    def clear(self) -> None:
         self._index: PassageIndex = WordIndex()
         self._passages: list[Passage] = []
         self._starts, self._ends = array("q"), array("q")  # of the passages
@@ -133,7 +137,7 @@ class HistorySearch:
         self._runtime = runtime
         self._trajectories = trajectories
         self._tokenizer = tokenizer
-        self._known: WeakKeyDictionary[History, tuple[TokenPassages, asyncio.Lock]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[History, TokenPassages] = WeakKeyDictionary()
 
     async def __call__(
         self, session_id: str, owner: str, query: str | Sequence[int], *, limit: int, in_view: bool
@@ -161,8 +165,8 @@ class HistorySearch:
         return [FoundPassage(one.turn, one.role, one.text, one.start, one.end, score) for one, score in found]
 
     async def _search_tokens(self, history: History, view: View, query: str, limit: int) -> list[tuple[Passage, float]]:
-        passages, lock = self._known.setdefault(history, (TokenPassages(self._tokenizer), asyncio.Lock()))
-        async with lock:
+        passages = self._known.setdefault(history, TokenPassages(self._tokenizer))
+        async with passages.lock:
             growth = passages.growth(history)
 
             def search() -> list[tuple[Passage, float]]:
@@ -172,16 +176,19 @@ class HistorySearch:
             try:
                 return await run_off_loop(search, 4 * len(history))
             except BaseException:
-                self._known.pop(history, None)  # it may be incomplete
+                passages.clear()  # they may be incomplete
                 raise
 
     def _text_of(self, query: str | Sequence[int]) -> str:
         """Raises InvalidArgument where the query is none."""
+        if len(query) > _MAX_QUERY:
+            limit = f"at most {_MAX_QUERY} characters or tokens"
+            raise InvalidArgument(f"query must have {limit}, got {len(query)}", param="query")
         if not isinstance(query, str):
             vocab_size = self._runtime.model.vocab_size
             if (wrong := next((token for token in query if not 0 <= token < vocab_size), None)) is not None:
                 raise InvalidArgument(f"the query has token {wrong}, outside the vocabulary of {vocab_size}")
             query = self._tokenizer.decode(query, skip_special=True)
-        if not 1 <= len(query) <= _MAX_QUERY:
-            raise InvalidArgument(f"query must have 1 to {_MAX_QUERY} characters, got {len(query)}", param="query")
+        if not query:
+            raise InvalidArgument("query must not be empty", param="query")
         return query

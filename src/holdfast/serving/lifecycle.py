@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.25
 _PURGE_INTERVAL_S = 3600.0
-_COUNT_S = 1.0  # for which a start waits until it is known what owners have on record
+_COUNT_S = 0.5  # for which a start waits until it is known what owners have on record
 _RECOUNT_S = 30.0
 _END_S = 0.5  # for responses on their way, once nothing runs any more
 _DAY_S = 86_400

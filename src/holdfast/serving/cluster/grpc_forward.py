@@ -19,7 +19,7 @@ from holdfast.metrics import Metrics
 from holdfast.serving.cluster.membership import FORWARDED, Cluster, Outcome, Peer, is_forwarded
 
 _CONNECT_S = 2.0
-_SAFE = ("GetSessionInfo", "GetHistory", "ExportSession")  # methods that change nothing
+_SAFE = ("GetSessionInfo", "GetHistory", "SearchHistory", "ExportSession")  # methods that change nothing
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # whatever another member may send
     ("grpc.max_send_message_length", -1),

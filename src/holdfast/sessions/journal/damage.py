@@ -12,6 +12,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _TABLES = ("sessions", "spans", "bodies", "turns")
+_DELAY_S = 5.0  # in which whoever opened the database can start
 
 
 def damage_of(connection: sqlite3.Connection, table: str = "1", *, with_indexes: bool = False) -> str | None:
@@ -31,7 +32,8 @@ def damage_of(connection: sqlite3.Connection, table: str = "1", *, with_indexes:
 
 
 class LaterCheck:
-    """Checks a database in a thread, one table after the other, so that no long transaction holds up its log.
+    """Checks a database in a thread, after a while, one table after the other, so that no long transaction holds up its
+    log.
 
     `on_damage` learns in that thread what was found.
     """
@@ -40,12 +42,12 @@ class LaterCheck:
         self._path = path
         self._on_damage = on_damage
         self._connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, check_same_thread=False)
-        self._is_stopped = False
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-journal-check", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._is_stopped = True
+        self._stopping.set()
         while self._thread.is_alive():
             self._connection.interrupt()
             self._thread.join(0.05)
@@ -55,13 +57,14 @@ class LaterCheck:
         if sys.platform == "linux":  # elsewhere a priority is the whole process's
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # requests come first
+        self._stopping.wait(_DELAY_S)
         for table in _TABLES:
-            if self._is_stopped:
+            if self._stopping.is_set():
                 return
             try:
                 problem = damage_of(self._connection, table)
             except sqlite3.OperationalError as exc:
-                if not self._is_stopped:
+                if not self._stopping.is_set():
                     logger.warning("%s could not be checked for damage: %s", self._path, exc)
                 return
             if problem is not None:
