@@ -13,6 +13,7 @@
 | `thinking` | the template variable `enable_thinking` |
 | `output_config` | `format` restricts the reply to a schema; `effort` is `reasoning_effort` |
 | `thread` of type `continue` | system, tools and messages on record up to `previous_message_id` come first |
+| `recall` | the same field of chat completions |
 | `compaction` | refused: the reply would have to be a summary and nothing else |
 | images, documents and other blocks | refused by their path |
 | other fields of the request | left out and named in `holdfast-ignored-fields` |

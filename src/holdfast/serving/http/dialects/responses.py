@@ -15,7 +15,7 @@ Items of one assistant turn (reasoning, message, calls) are one assistant messag
 | `additional_tools` items | tools of the request, after `tools`; of two with one name the first counts |
 | built-in tools (`web_search`, `file_search`, ...) | left out and named in `holdfast-ignored-fields` |
 | `tool_choice` | none, auto, required, or one function or custom tool; a built-in tool is refused |
-| `parallel_tool_calls`, `temperature`, `top_p`, `metadata`, `truncation` | the same fields of chat completions |
+| `parallel_tool_calls`, `temperature`, `top_p`, `metadata`, `truncation`, `recall` | the same there |
 | `max_output_tokens` | `max_completion_tokens` |
 | `text.format` | `response_format` |
 | `reasoning.effort` | `reasoning_effort` |
