@@ -86,6 +86,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/v1/models/test", None),
     ("POST", "/reward", {"reward": 1.5}),
     ("POST", "/samples", {}),
+    ("GET", "/search?query=hi&in_view=true", None),
     ("GET", "/export?snapshot=false", None),
     ("POST", "/fork", {"label": "fork"}),
     ("GET", "?branches=all", None),
@@ -226,6 +227,8 @@ async def test_grpc_calls_answer_the_same_through_another_member(pair: tuple[Ser
         )
         answered[-1].ClearField("prefill_duration_seconds")
         answered += await read(stub.GetHistory(pb.GetHistoryRequest(session_id=session)))
+        search = pb.SearchHistoryRequest(session_id=session, query="hi", include_in_view=True)
+        answered.append(await stub.SearchHistory(search))
         answered.append(await stub.RewindSession(pb.RewindSessionRequest(session_id=session, to_position=4)))
         fork = await stub.ForkSession(pb.ForkSessionRequest(session_id=session))
         answered.append(fork.history_length)
