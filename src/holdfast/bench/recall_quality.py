@@ -280,9 +280,10 @@ def _judge_answers(report: Report) -> list[Gate]:
         gates.append(_like_in_view(report, f"recall_after_{distance}_windows", "in_view", f"on/{distance}"))
         without = report.values(f"off/{distance}/answered")
         gates.append(control(f"control_without_recall_{distance}", share_at_least("", without, CHANCE), len(without)))
-    on, off = report.values("on/false"), report.values("off/false")
-    reason = f"{sum(on):g} of {len(on)} with recall, {sum(off):g} of {len(off)} without"
-    gates.append(Gate("recall_false", bool(on) and sum(on) <= sum(off), reason))
+    for name in ("false", "false_told"):
+        on, off = report.values(f"on/{name}"), report.values(f"off/{name}")
+        reason = f"{sum(on):g} of {len(on)} with recall, {sum(off):g} of {len(off)} without"
+        gates.append(Gate(f"recall_{name}", bool(on) and sum(on) <= sum(off), reason))
     return gates
 
 

@@ -4,6 +4,7 @@ Knows nothing of the journal. psycopg's own pipelines give up the GIL many times
 server's event loop wakes up, mostly in vain. Here that happens once for a statement, once for its answer, and in waits.
 """
 
+import math
 import select
 import time
 from collections import deque
@@ -28,7 +29,8 @@ class DatabaseSilent(psycopg.OperationalError):
 
 
 class Connection(psycopg.Connection[dict[str, Any]]):
-    """In autocommit mode: transactions are begun by hand. Raises DatabaseSilent where nothing comes for `silence_s`.
+    """In autocommit mode: transactions are begun by hand. Raises DatabaseSilent where nothing comes for `silence_s`,
+    which may be infinite.
 
     `identity` tells it from all others that the server has had.
     """
@@ -173,7 +175,8 @@ class Statements:
         socket = self._pgconn.socket
         if events != select.POLLIN:
             self._poll.modify(socket, events)
-        ready = self._poll.poll(1000 * self._connection.silence_s)
+        silence_s = self._connection.silence_s
+        ready = self._poll.poll(None if math.isinf(silence_s) else 1000 * silence_s)
         if events != select.POLLIN:
             self._poll.modify(socket, select.POLLIN)
         if not ready:
