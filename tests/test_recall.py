@@ -364,7 +364,7 @@ def is_with_quotes(given: list[int], plain: list[int], num: int) -> bool:
 @pytest.mark.parametrize("history", ["strict", "forest"])
 async def test_a_turn_computes_what_is_new_what_it_recalls_and_the_pending_token(history: str) -> None:
     """And its tokens are those of the plain rendering and the quotes, however long the session is."""
-    source, texts, num_turns = random.Random(1), list[str](), examples(40)
+    source, texts, num_turns = random.Random(1), list[str](), examples(60)
     async with recalling() as (_, client):
         session, turns = await open_session(client, history=history, pin_tokens=8), []
         for number in range(num_turns):
