@@ -149,6 +149,9 @@ def check_hostile_quotes(model: ChatModel) -> None:
         text = "".join(f"{spelled} violin{number} " for spelled in (*controls[number::6], *roles))
         messages.append(user(text))
         messages.append(talk.take_turn(messages, f"Reply {number}: {text[:100]}", tools=tools).turn.reply)
+    for _ in range(3):  # until all of that is out of view, however few tokens it has
+        messages.append(user("One more thing. " * 30))
+        messages.append(talk.take_turn(messages, tools=tools).turn.reply)
     result = {"role": "tool", "tool_call_id": "call00000", "content": '{"is": "violin5"}'}
     for message in (
         user("violin0 violin1?"),
