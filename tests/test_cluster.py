@@ -32,7 +32,7 @@ from tests.test_grpc import create, generate, refused, self_signed
 
 LEASE_S = 2.0  # of tests in which a member dies
 VARYING = re.compile(
-    rb'"?(session_id|id|request_id|item_id|created|created_at|completed_at|idle_seconds|[a-z_]*timestamp|[a-z_]+_s|[a-z_]*duration[a-z_]*|[a-z_]*turn_id)"?'
+    rb'"?(session_id|id|request_id|item_id|created|created_at|completed_at|idle_seconds|last_used_at|[a-z_]*timestamp|[a-z_]+_s|[a-z_]*duration[a-z_]*|[a-z_]*turn_id)"?'
     rb': ?"?[^",}]*"?'
 )
 

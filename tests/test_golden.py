@@ -44,6 +44,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_ca
 
 RELAY = {"routing_replay": "full", "retain_days": 0, "weight_version": "w2"}
 VOLATILE = {"state", "idle_seconds", "kv_live_bytes", "kv_reserved_bytes", "recomputed_tokens", "rewind_count"}
+LATER = {"kind", "last_used_at"}  # fields that the version which wrote the data did not have
 WHOLE, MANY = 4096, 48  # longer texts and lists of numbers are compared by length and digest
 
 
@@ -181,7 +182,7 @@ async def chat_of(http: httpx.AsyncClient, session_id: str) -> dict[str, Any] | 
         told["records"], msgspec.json.decode(raw["records"], type=list[dict[str, msgspec.Raw]]), strict=True
     ):
         record["response"] = bytes(inner["response"]).decode()
-    return {name: value for name, value in told.items() if name not in VOLATILE}
+    return {name: value for name, value in told.items() if name not in VOLATILE | LATER}
 
 
 def without_identity(session: dict[str, Any]) -> dict[str, Any]:

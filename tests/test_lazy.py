@@ -40,7 +40,7 @@ from holdfast.sessions.journal.snapshots import SnapshotStore, open_tier
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.runtime import Runtime
-from holdfast.sessions.view import SessionState
+from holdfast.sessions.view import SessionState, Wanted
 from tests.effort import examples
 from tests.postgres import fresh_database
 from tests.serving import Server, SlowEngine, default_chat, model_of, serving, wordy_engine
@@ -160,9 +160,9 @@ class Drive:
         text = answer.text
         for index, session in enumerate(self.ids):
             text = text.replace(session, f"session {index}")
-        text = re.sub(r'"(state|timestamp|request_timestamp|created|created_at|idle_seconds|recomputed_tokens|'
-                      r'prefilled_tokens|cached_tokens|kv_live_bytes|kv_reserved_bytes)": ?("[a-z]*"|null|[-0-9.e]+)',
-                      r'"\1":0', text)  # fmt: skip
+        text = re.sub(r'"(state|timestamp|request_timestamp|created|created_at|idle_seconds|last_used_at|'
+                      r'recomputed_tokens|prefilled_tokens|cached_tokens|kv_live_bytes|kv_reserved_bytes)'
+                      r'": ?("[a-z]*"|null|[-0-9.e]+)', r'"\1":0', text)  # fmt: skip
         text = re.sub(r'"effort":\{[^}]*\}|chatcmpl-[0-9a-f]+|"links":\[[^]]*\]|"digest":"[0-9a-f]*"', "", text)
         self.seen.append((answer.status_code, text))
 
@@ -400,7 +400,7 @@ async def test_lists_show_what_rests_page_by_page(tmp_path: Path) -> None:
             after = int(page.next_token)
         assert (lengths, num_pages) == ([8] * 5 + [3] * 3 + [8], 5)
         assert journal.acquired == [sessions[8]]
-        states = [len((await runtime.list_sessions(OWNER, state=state)).views) for state in SessionState]
+        states = [len((await runtime.list_sessions(OWNER, wanted=Wanted(state=state))).views) for state in SessionState]
         assert dict(zip(SessionState, states, strict=True)) == {"live": 1, "parked": 8, "failed": 0}
         assert (await runtime.list_sessions("bob")).views == []
 

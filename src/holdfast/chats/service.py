@@ -122,9 +122,7 @@ class ChatService:
                 owner=owner,
                 is_forest=is_forest,
                 name=name,
-                group=group,
                 pin_tokens=pin_tokens,
-                created_at=view.created_at,
                 recall=recall,
             )
         )
@@ -197,11 +195,9 @@ class ChatService:
                 session_id=view.session_id,
                 owner=owner,
                 is_forest=source.is_forest,
-                group=source.group,
                 pin_tokens=source.pin_tokens,
                 recall=source.recall,
                 tree=source.tree.copy(tip),
-                created_at=view.created_at,
             )
             fork.cache.node = fork.tree.tip.ancestor(source.tree.common(tip, source.cache.node).depth)
             self._trajectories.add(fork)
@@ -214,7 +210,7 @@ class ChatService:
         turns = [await with_bodies(node.turn, session_id, journal) for node in nodes]
         for index, turn in enumerate(turns):  # a file counts spelled control tokens for the chat, not for each turn
             turn.num_control = 0 if index else sum(node.turn.num_control for node in nodes)
-        return ChatContent(tuple(turns), trajectory.reward)
+        return ChatContent(tuple(turns), self._runtime.find(session_id, owner).reward)
 
     def prepare_import(self, stored: StoredSession) -> Callable[[], None]:
         """Checks a chat from elsewhere, or raises SessionFileRefused. Blocks, changes nothing.
@@ -261,7 +257,7 @@ class ChatService:
             raise InvalidArgument(f"turn must be 1 to {len(nodes)}, got {turn}", param="turn")
         await self._runtime.record(session_id, owner, Rewarded(session_id, turn, reward))
         if turn is None:
-            trajectory.reward = reward
+            self._runtime.find(session_id, owner).reward = reward
         else:
             nodes[turn - 1].turn.reward = reward
 
@@ -275,10 +271,10 @@ class ChatService:
         trajectory = self._trajectories.get(session_id)
         facts = SessionFacts(
             session_id=session_id,
-            group=trajectory.group if trajectory else "",
+            group=view.group if trajectory else "",
             label=view.label,
             metadata=view.metadata,
-            reward=trajectory.reward if trajectory else None,
+            reward=view.reward,
             is_forest=trajectory.is_forest if trajectory else False,
             summary={"history_length": view.history_length, "dropped_tokens": view.dropped_token_count},
             expert_shape=self.setup.expert_shape(),

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,7 +78,6 @@ class Trajectory:
     owner: str
     is_forest: bool = False
     name: str = ""  # by which the owner finds it, if it has one
-    group: str = ""
     pin_tokens: int | None = None  # the client's own choice
     tree: Tree = field(default_factory=Tree)
     cache: Cache = field(init=False)  # of a strict session, that is, the session itself
@@ -91,8 +89,6 @@ class Trajectory:
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_responses: dict[int, TurnResponse] = field(default_factory=dict)  # by turn, of the last of each conversation;
     # without a body where that follows from the record
-    reward: float | None = None
-    created_at: float = field(default_factory=time.time)
     recall: RecallLimits | None = None  # the session's own
     passages: Recall = field(default_factory=Recall)
 
@@ -111,11 +107,8 @@ class Trajectory:
             owner=opened.owner,
             is_forest=opened.kind == "forest",
             name=opened.name,
-            group=opened.group,
             pin_tokens=opened.pin_tokens,
             tree=tree,
-            reward=stored.reward,
-            created_at=opened.created_at,
             recall=RecallLimits.of_metadata(opened.metadata),
         )
 

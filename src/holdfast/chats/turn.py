@@ -322,6 +322,7 @@ class ChatTurn:
         response = TurnResponse(body=b"" if is_kept else result.body, number=turn.number, headers=result.headers)
         before = trajectory.tree.tip
         self._node = node = trajectory.add(turn, response)
+        claim.session.num_turns = node.depth
         if not trajectory.is_forest:
             trajectory.cache.advance(node)
             return turn

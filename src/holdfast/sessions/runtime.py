@@ -33,7 +33,18 @@ from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.record import TurnRecord
 from holdfast.sessions.residence import OnLoaded, Residence
 from holdfast.sessions.session import NAME, Session, SessionRegistry, new_session_id, opened, restored
-from holdfast.sessions.view import MAX_PAGE, PARKED, Page, SessionState, SessionView, page_of, view_of, watch_sessions
+from holdfast.sessions.view import (
+    ANY,
+    MAX_PAGE,
+    PARKED,
+    Page,
+    SessionState,
+    SessionView,
+    Wanted,
+    page_of,
+    view_of,
+    watch_sessions,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +246,7 @@ class Runtime:
     async def fork_chat(self, claim: Claim, turns: Sequence[int], *, label: str = "") -> SessionView:
         """A chat session with the same past. `turns`: the numbers of the turns that its past is made of."""
         fork = await self._forked(claim, label, claim.session.kind)
+        fork.num_turns = len(turns)
         async with self._making(fork):
             await self._record_new(fork, opened(fork, ForkedFrom(claim.session.id, tuple(turns))))
             self._operations.count_bytes(fork, fork.history.num_bytes)  # the bodies of its turns are shared
@@ -340,18 +352,22 @@ class Runtime:
         self,
         owner: str,
         *,
+        wanted: Wanted = ANY,
         after: int = 0,
-        label: str | None = None,
-        state: SessionState | None = None,
         size: int = MAX_PAGE,
     ) -> Page:
-        """The owner's sessions that fit, oldest first, from the one after number `after` on."""
-        if self._keeps and state is not SessionState.LIVE:
+        """The owner's sessions that are wanted, oldest first, from the one after number `after` on."""
+        if self._keeps and wanted.state is not SessionState.LIVE:
             listing = SessionList(self.journal, self._in_memory, self.model.recent)
-            return await listing.page(owner, after=after, label=label, state=state, size=size)
-        mine = [s for s in self._registry if s.owner == owner and s.number > after and not s.cache_of]
-        views = [self._view(session) for session in sorted(mine, key=lambda session: session.number)]
-        return page_of(views, label=label, state=state, size=size)
+            return await listing.page(owner, wanted, after=after, size=size)
+        mine = [
+            session
+            for session in self._registry
+            if session.owner == owner and session.number > after and session.is_kept
+            if wanted.may_be(session.id, session.label, session.group)
+        ]
+        mine.sort(key=lambda session: session.number)
+        return page_of((self._view(session) for session in mine), wanted.state, size)
 
     def _in_memory(self, session_id: str, owner: str) -> SessionView | None:
         session = self._registry.find(session_id, owner)

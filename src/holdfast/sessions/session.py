@@ -83,6 +83,8 @@ class Session:
     pin_tokens: int | None = None  # what its creator asked for
     metadata: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
+    reward: float | None = None
+    num_turns: int = 0  # of a chat, on the path to its latest turn
     num_bytes: int = 0  # that were recorded since this process has it
     snapshot_id: str = ""  # under which its snapshot is kept: its own id, or what names the conversation that it caches
     gate: SessionGate = field(init=False)
@@ -150,6 +152,7 @@ class Session:
             sampled=self.history.count(SpanKind.SAMPLED),
             num_rewinds=self.num_rewinds,
             num_recalled=self.num_recalled,
+            num_turns=self.num_turns,
         )
 
     @property
@@ -208,10 +211,12 @@ def restored(stored: StoredSession, clock: Callable[[], float]) -> Session:
         failure=stored.failure,
         num_rewinds=sum(isinstance(step, HistoryRewound) for step in stored.steps),
         created_at=facts.created_at,
+        reward=stored.reward,
     )
     steps: Sequence[Step] = stored.steps
     if facts.kind != "tokens":
         steps = path = _path(stored)
+        session.num_turns = len(path)
         if path and (pinned := path[0].facts.pinned) is not None:
             session.sink = pinned
     for step in steps:

@@ -1,5 +1,6 @@
 """The state of sessions as both endpoints report it: one session, a page of a list, and the gauges of all."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,6 +50,8 @@ class SessionView:
     failure: str
     rewind_count: int
     recomputed_tokens: int  # when it was woken last
+    num_turns: int | None  # of a chat on the path to its latest turn, else sampled spans; None: not known
+    reward: float | None
 
 
 PARKED = BackendView(
@@ -89,10 +92,14 @@ def view_of(session: Session, backend: BackendView, recent: int) -> SessionView:
         failure=failure,
         rewind_count=session.num_rewinds,
         recomputed_tokens=session.recomputed_tokens,
+        num_turns=session.num_turns if session.kind != "tokens" else session.history.count(SpanKind.SAMPLED)[0],
+        reward=session.reward,
     )
 
 
-def resting_view(opened: SessionOpened, summary: SessionSummary, recent: int, idle_s: float) -> SessionView:
+def resting_view(
+    opened: SessionOpened, summary: SessionSummary, reward: float | None, recent: int, idle_s: float
+) -> SessionView:
     """A session that is not in memory, which is as good as parked."""
     return SessionView(
         session_id=opened.session_id,
@@ -119,6 +126,8 @@ def resting_view(opened: SessionOpened, summary: SessionSummary, recent: int, id
         failure="",
         rewind_count=summary.num_rewinds,
         recomputed_tokens=0,
+        num_turns=summary.num_turns if opened.kind != "tokens" else summary.sampled[0],
+        reward=reward,
     )
 
 
@@ -148,11 +157,27 @@ class Page(NamedTuple):
     next_token: str
 
 
-def page_of(views: Iterable[SessionView], *, label: str | None, state: SessionState | None, size: int) -> Page:
-    """The first `size` of the views that fit, which come by number."""
-    fitting = [
-        view for view in views if (label is None or view.label == label) and (state is None or view.state is state)
-    ]
+class Wanted(NamedTuple):
+    """Which sessions a list shows. `text`: part of the id, the label or the group, in whatever case."""
+
+    label: str | None = None
+    state: SessionState | None = None
+    text: str = ""
+
+    def may_be(self, session_id: str, label: str, group: str) -> bool:
+        """Whether it is one of them, as far as its names tell."""
+        if self.label is not None and label != self.label:
+            return False
+        text = self.text.casefold()
+        return not text or any(text in name.casefold() for name in (session_id, label, group))
+
+
+ANY = Wanted()
+
+
+def page_of(views: Iterable[SessionView], state: SessionState | None, size: int) -> Page:
+    """The first `size` of the views in that state, which come by number. Looks at no more of them than it takes."""
+    fitting = list(itertools.islice((view for view in views if state in (None, view.state)), size + 1))
     if len(fitting) <= size:
         return Page(fitting, "")
     return Page(fitting[:size], str(fitting[size - 1].number))

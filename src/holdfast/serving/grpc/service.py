@@ -17,7 +17,7 @@ from holdfast.sessions.limits import check_ids, check_label, check_metadata
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.session_file import pieces
 from holdfast.sessions.transfers import Transfers
-from holdfast.sessions.view import Search, checked_page_size, page_start
+from holdfast.sessions.view import Search, Wanted, checked_page_size, page_start
 
 Context = Any  # grpc.aio.ServicerContext; errors are raised, never set on it
 
@@ -143,9 +143,10 @@ class RuntimeService(rpc.RuntimeServiceServicer):
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
         page = await self._runtime.list_sessions(
             current_owner.get(),
+            wanted=Wanted(
+                request.client_label if request.HasField("client_label") else None, convert.state_filter(request)
+            ),
             after=page_start(request.page_token),
-            label=request.client_label if request.HasField("client_label") else None,
-            state=convert.state_filter(request),
             size=checked_page_size(request.page_size or _PAGE),
         )
         return pb.ListSessionsResponse(

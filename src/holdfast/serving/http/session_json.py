@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,7 +29,9 @@ def session_json(view: SessionView) -> dict[str, Any]:
     dropped = view.dropped_token_count
     return {
         "session_id": view.session_id,
+        "kind": "tokens" if view.kind == "tokens" else "chat",
         "label": view.label,
+        "group": view.group,
         "client_metadata": dict(view.metadata),
         "state": view.state,
         "is_busy": view.is_busy,
@@ -38,9 +41,14 @@ def session_json(view: SessionView) -> dict[str, Any]:
         "window": {"sink": view.sink, "recent": view.recent},
         "kv_live_bytes": view.kv_live_bytes,
         "kv_reserved_bytes": view.kv_reserved_bytes,
+        "created_at": view.created_at,
+        "last_used_at": time.time() - view.idle_s,
         "idle_seconds": view.idle_s,
+        "turns": view.num_turns,
+        "reward": view.reward,
         "recomputed_tokens": view.recomputed_tokens,
         "failure": view.failure or None,
+        **({"history": "forest"} if view.kind == "forest" else {}),
         **({"recalled_tokens": view.num_recalled} if view.num_recalled else {}),
     }
 
@@ -64,17 +72,13 @@ async def trajectory_json(
     path = tip.path()
     asked = (nodes if all_branches else path) if with_records else []
     turns = [await with_bodies(node.turn, trajectory.session_id, journal) for node in asked]
-    facts = {
-        "group": trajectory.group,
-        "created_at": trajectory.created_at,
-        "turns": tip.depth,
+    facts: dict[str, Any] = {
         "branches": trajectory.num_branches,
-        "reward": trajectory.reward,
     }
     if sent := tip.turn.facts.view:  # of which the session's own window knows nothing
         facts |= {"dropped_tokens": sent.num_hidden, "dropped_range": [sent.pinned, sent.start]}
     if trajectory.is_forest:
-        facts |= {"history": "forest", "conversations": _conversations(trajectory.tree)}
+        facts |= {"conversations": _conversations(trajectory.tree)}
     num_control = sum(node.turn.num_control for node in nodes)
 
     def assemble() -> dict[str, Any]:

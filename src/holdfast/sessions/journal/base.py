@@ -130,6 +130,7 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     sampled: tuple[int, int]
     num_rewinds: int = 0
     num_recalled: int = 0  # tokens among the given ones
+    num_turns: int | None = None  # of a chat, on the path to its latest turn; None: it was not noted
 
 
 @dataclass(frozen=True, slots=True)
