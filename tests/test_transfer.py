@@ -115,7 +115,7 @@ async def test_chats_travel_with_tree_records_and_rewards(tmp_path: Path) -> Non
             (await client.get(f"/sessions/{name}?branches=all")).json()
             for client, name in ((at_home, session), (abroad, new))
         ]
-        for field in before.keys() - {"session_id", "idle_seconds", "is_busy"}:
+        for field in before.keys() - {"session_id", "idle_seconds", "last_used_at", "is_busy"}:
             assert after[field] == before[field], field
         samples = [await _samples(client, name) for client, name in ((at_home, session), (abroad, new))]
         assert samples[0] == samples[1]

@@ -17,6 +17,7 @@ from holdfast.chats.recall import RecallLimits
 from holdfast.chats.samples.assembly import Options, SessionFacts, assemble, from_spans
 from holdfast.chats.samples.mismatch import mismatches
 from holdfast.chats.samples.sample import Export
+from holdfast.chats.tokens import TokenPage, checked_range, path_page, span_page
 from holdfast.chats.trajectory import Trajectory
 from holdfast.chats.tree import Node
 from holdfast.chats.turn import ChatSetup, ChatTurn
@@ -24,7 +25,7 @@ from holdfast.chats.view import WHOLE
 from holdfast.errors import HoldfastError, InvalidArgument, JournalFailed, Paused, SessionFileRefused
 from holdfast.sessions.journal.base import Rewarded, StoredSession, TurnDelivered, with_bodies
 from holdfast.sessions.limits import check_metadata
-from holdfast.sessions.record import TemplateInputs, without
+from holdfast.sessions.record import TemplateInputs, View, without
 from holdfast.sessions.session import NAME
 from holdfast.sessions.transfers import ChatContent
 from holdfast.sessions.view import SessionView
@@ -250,16 +251,14 @@ class ChatService:
     async def reward(self, session_id: str, owner: str, reward: float, *, turn: int | None = None) -> None:
         """Set the reward of a session, or of one of its turns."""
         trajectory = self.get(session_id, owner)
-        nodes = trajectory.tree.nodes
         if not math.isfinite(reward):
             raise InvalidArgument("reward must be a finite number", param="reward")
-        if turn is not None and not 1 <= turn <= len(nodes):
-            raise InvalidArgument(f"turn must be 1 to {len(nodes)}, got {turn}", param="turn")
+        node = None if turn is None else trajectory.node(turn)
         await self._runtime.record(session_id, owner, Rewarded(session_id, turn, reward))
-        if turn is None:
+        if node is None:
             self._runtime.find(session_id, owner).reward = reward
         else:
-            nodes[turn - 1].turn.reward = reward
+            node.turn.reward = reward
 
     def samples(self, session_id: str, owner: str, options: Options) -> Callable[[], Export]:
         """The samples of a session: of its turns so far, or of the spans of a token session.
@@ -279,7 +278,7 @@ class ChatService:
             summary={"history_length": view.history_length, "dropped_tokens": view.dropped_token_count},
             expert_shape=self.setup.expert_shape(),
         )
-        chat, journal = self.setup.chat, self._runtime.journal
+        chat = self.setup.chat
         detokenize = chat.tokenizer.decode
         if trajectory is None:
             pieces = self._runtime.history(session_id, owner)
@@ -287,9 +286,7 @@ class ChatService:
         tree, tip = trajectory.tree, trajectory.tree.tip
         sent = tip.turn.facts.view
 
-        def response_of(node: Node) -> bytes:
-            kept = node.turn.response
-            return kept if kept is not None else journal.response(session_id, node.number)
+        response_of = self._responses(session_id)
 
         def export() -> Export:
             told = {
@@ -303,6 +300,40 @@ class ChatService:
             return assemble(tree, options, whole, detokenize=detokenize, response_of=response_of)
 
         return export
+
+    def tokens(
+        self, session_id: str, owner: str, *, turn: int | None, start: int, limit: int
+    ) -> Callable[[], TokenPage]:
+        """A page of the tokens of the path to a turn, by default the latest, or of a token session.
+
+        Looks at the session now. What it returns is to be called in a thread: it may read replies from the journal.
+        """
+        view, trajectory = self._runtime.info(session_id, owner), self._trajectories.get(session_id)
+        if trajectory is None:
+            if turn is not None:
+                raise InvalidArgument("a session of raw tokens has no turns; leave out turn", param="turn")
+            total = view.history_length
+            page = checked_range(start, limit, total)
+            pieces = self._runtime.history(session_id, owner, page.start, page.stop)
+            return partial(span_page, pieces, page, total, View(view.sink, total - view.recent))
+        tip = trajectory.tree.tip if turn is None else trajectory.node(turn)
+        seen = tip.turn.facts.view if self.setup.context_budget else None
+        if seen is None:
+            pinned = tip.ancestor(1).turn.facts.pinned
+            seen = View(view.sink if pinned is None else pinned, tip.end - view.recent)
+
+        page = checked_range(start, limit, tip.end)
+        return partial(path_page, tip, page, seen, self._responses(session_id), self.setup.chat.tokenizer)
+
+    def _responses(self, session_id: str) -> Callable[[Node], bytes]:
+        """Reads the reply to a turn, in any thread."""
+        journal = self._runtime.journal
+
+        def response_of(node: Node) -> bytes:
+            kept = node.turn.response
+            return kept if kept is not None else journal.response(session_id, node.number)
+
+        return response_of
 
     def confirm(self, session_id: str, number: int) -> None:
         """The response of a turn has reached its client, as far as a server can know."""

@@ -19,7 +19,7 @@ from holdfast.chats.events import ChatRequest, TurnResponse
 from holdfast.chats.recall import NO_RECALL, Recall, RecallLimits, spelled, with_text
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.tree import Node, Tree, first_difference
-from holdfast.errors import MessageMismatch
+from holdfast.errors import InvalidArgument, MessageMismatch
 from holdfast.sessions.journal.base import StoredSession
 from holdfast.sessions.operations import Claim
 from holdfast.sessions.record import Recalled, TemplateInputs, TurnRecord, View
@@ -111,6 +111,14 @@ class Trajectory:
             tree=tree,
             recall=RecallLimits.of_metadata(opened.metadata),
         )
+
+    def node(self, number: int) -> Node:
+        """The turn of that number. Raises InvalidArgument."""
+        nodes = self.tree.nodes
+        if not 1 <= number <= len(nodes):
+            known = f"1 to {len(nodes)}" if nodes else "left out: the session has no turns yet"
+            raise InvalidArgument(f"turn must be {known}, got {number}", param="turn")
+        return nodes[number - 1]
 
     def repeated(self, key: IdempotencyKey) -> Node | None:
         """The turn on record that this request has made already: the last one, in a forest the last one of some

@@ -1,5 +1,6 @@
 """A token history in spans: runs of given tokens, quotes among them, and runs of sampled ones with their logprobs."""
 
+import bisect
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
@@ -202,7 +203,10 @@ class History:
 
     def pieces(self, start: int, end: int, *, limit: int) -> Iterator[SpanPiece]:
         """The tokens from `start` to `end`, span by span, at most `limit` a piece. Copies as it goes."""
-        for span in self.spans:
+        at = max(0, bisect.bisect_right(self.spans, start, key=lambda span: span.start) - 1)
+        for span in itertools.islice(self.spans, at, None):
+            if span.start >= end:
+                break
             first = max(start, span.start)
             while first < min(end, span.end):
                 last = min(end, span.end, first + limit)

@@ -29,6 +29,7 @@ from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
 from holdfast.serving.http.routes_responses import SessionResponses, StatelessResponses
 from holdfast.serving.http.routes_sessions import METHODS, SessionRoutes, Upstream, UpstreamRoutes
+from holdfast.serving.http.routes_tokens import TokenRoutes
 from holdfast.serving.http.routes_weights import load_weights
 from holdfast.serving.keys import Keys
 from holdfast.sessions.runtime import Runtime
@@ -128,6 +129,7 @@ def _chat_routes(
             sessions.create if cluster is None else _where_there_is_room(sessions.create, cluster),
             sessions,
             DataRoutes(runtime, chats, transfers, config=config, search=search),
+            TokenRoutes(chats),
         ),
         *_control_routes(chats),
         *rest,
@@ -201,7 +203,7 @@ def _response_routes(kept: StatelessResponses, recorded: SessionResponses, by_he
     ]
 
 
-def _session_routes(create: Endpoint, sessions: SessionRoutes, data: DataRoutes) -> list[Route]:
+def _session_routes(create: Endpoint, sessions: SessionRoutes, data: DataRoutes, tokens: TokenRoutes) -> list[Route]:
     return [
         Route("/sessions", create, methods=["POST"]),
         Route(IMPORT_PATH, data.import_session, methods=["POST"]),
@@ -213,6 +215,7 @@ def _session_routes(create: Endpoint, sessions: SessionRoutes, data: DataRoutes)
         Route(f"{_SESSION}/export", data.export),
         Route(f"{_SESSION}/samples", data.samples, methods=["POST"]),
         Route(f"{_SESSION}/search", data.search),
+        Route(f"{_SESSION}/tokens", tokens.tokens),
         Route(f"{_SESSION}/reward", sessions.reward, methods=["POST"]),
     ]
 

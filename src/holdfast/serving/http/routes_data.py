@@ -16,6 +16,7 @@ from holdfast.config import ServeConfig
 from holdfast.errors import InvalidArgument, SessionNotFound
 from holdfast.serving.http.bodies import decode
 from holdfast.serving.http.middleware import owner_of
+from holdfast.serving.http.routes_tokens import number
 from holdfast.serving.http.schema import Purge, SamplesRequest
 from holdfast.serving.keys import is_admin
 from holdfast.sessions.journal.base import closed_sessions, purge
@@ -65,14 +66,12 @@ class DataRoutes:
         if self._search is None:
             raise HTTPException(404)
         query = request.query_params
-        limit = query.get("limit", "8")
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 10):
-            raise InvalidArgument(f"limit must be a number, got {limit!r}", param="limit")
+        limit = number(request, "limit")
         found = await self._search(
             request.path_params["session_id"],
             owner_of(request),
             query.get("query", ""),
-            limit=int(limit),
+            limit=8 if limit is None else limit,
             in_view=_flag(request, "in_view", "false"),
         )
         passages = [

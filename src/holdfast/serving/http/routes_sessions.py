@@ -31,6 +31,7 @@ from holdfast.serving.http.response import (
     unless_disconnected,
 )
 from holdfast.serving.http.routes_responses import recorded_past
+from holdfast.serving.http.routes_tokens import number
 from holdfast.serving.http.schema import ChatCompletion, Fork, NewSession, RelayedChat, Reward
 from holdfast.serving.http.session_json import session_json, trajectory_json
 from holdfast.sessions.ports import ChatUpstream
@@ -77,7 +78,7 @@ class SessionRoutes:
             owner_of(request),
             wanted=Wanted(query.get("label"), _state(query), query.get("q", "")),
             after=page_start(query.get("page_token", "")),
-            size=_page_size(query),
+            size=MAX_PAGE if (size := number(request, "page_size")) is None else checked_page_size(size),
         )
         content = await asyncio.to_thread(_listed, page)  # a thousand take milliseconds
         return Response(content, media_type="application/json")
@@ -191,13 +192,6 @@ def _state(query: QueryParams) -> SessionState | None:
     if name not in set(SessionState):
         raise InvalidArgument(f"state must be {', '.join(SessionState)}; got {name!r}", param="state")
     return SessionState(name)
-
-
-def _page_size(query: QueryParams) -> int:
-    size = query.get("page_size", str(MAX_PAGE))
-    if not (size.isascii() and size.isdigit() and len(size) < 10):
-        raise InvalidArgument(f"page_size must be a number, got {size!r}", param="page_size")
-    return checked_page_size(int(size))
 
 
 # Other paths of an upstream: an allow-list, else 404
