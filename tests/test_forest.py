@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -255,6 +256,39 @@ async def test_a_forest_comes_back_after_a_restart_and_every_conversation_goes_o
         there, here = await shown(client, imported), await shown(client, session)
         assert there["metadata"]["tree"] == here["metadata"]["tree"]
         assert there["history"] == "forest"
+
+
+@pytest.mark.parametrize("history", ["strict", "forest"])
+async def test_a_fork_from_any_turn_has_its_path_and_goes_on_as_the_session_did(tmp_path: Path, history: str) -> None:
+    options: dict[str, Any] = {"data_dir": str(tmp_path / "data"), "num_slabs": 2}
+    forks = []
+    async with forest(**options) as (_, client, _):
+        session = await open_session(client, history=history, label="l")
+        texts = ["a"]
+        for text in ("b", "c", "d"):
+            texts += [await take_turn(client, session, said(*texts)), text]
+        retried = await take_turn(client, session, said(*texts[:5], seed=2))  # turn 4, beside turn 3
+        assert [node["parent"] for node in (await shown(client, session))["metadata"]["tree"]] == [0, 1, 2, 2]
+        for turn in (1, 2, 3, 4):
+            response = await client.post(f"/sessions/{session}/fork", json={"turn": turn})
+            assert response.status_code == 200, response.text
+            forks.append(fork := response.json()["session_id"])
+            info, page = await shown(client, fork), await tokens(client, fork)
+            assert page["ids"] == (await tokens(client, session, turn=turn))["ids"]
+            assert (info["turns"], info["history_length"], info["label"]) == (min(turn, 3), page["total"], "l")
+        for fork, num in zip(forks[:2], (3, 5), strict=True):
+            assert await take_turn(client, fork, said(*texts[:num])) == texts[num]
+        await take_turn(client, forks[3], said(*texts[:5], retried, "d"))
+        for turn in (0, 5, "1", -1):
+            response = await client.post(f"/sessions/{session}/fork", json={"turn": turn})
+            assert refusal_of(response) == (400, "invalid_argument")
+        before = [await tokens(client, fork) for fork in forks]
+    async with forest(**options) as (_, client, _):
+        assert [await tokens(client, fork) for fork in forks] == before
+
+
+async def tokens(client: httpx.AsyncClient, session: str, **query: int) -> Any:
+    return (await client.get(f"/sessions/{session}/tokens", params=query)).json()
 
 
 async def test_in_front_of_an_upstream_conversations_are_only_ids() -> None:

@@ -65,7 +65,7 @@ async def test_pages_of_a_chat_are_its_recorded_tokens_with_their_kinds_and_logp
     assert (whole["turn"], whole["total"], whole["start"]) == (2, len(whole["ids"]), 0)
     assert whole["window"] == {"sink": shown["window"]["sink"], "recent": 256, "dropped_range": None}
     one, two = whole["turns"]
-    assert (one["turn"], one["parent"], one["start"], two["parent"]) == (1, None, 0, 1)
+    assert (one["turn"], one["parent"], one["start"], two["parent"]) == (1, 0, 0, 1)
     assert (one["end"], two["end"]) == (two["start"], whole["total"])
     for turn in whole["turns"]:
         assert whole["kinds"][turn["start"] : turn["sampled_start"]] == ["given"] * (

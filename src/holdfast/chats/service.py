@@ -185,13 +185,17 @@ class ChatService:
             body = without(turn.response or b"", turn.facts.cut)
         yield TurnResponse(body=body, number=turn.number, headers=last.headers if last else {})
 
-    async def fork(self, session_id: str, owner: str, *, label: str = "") -> SessionView:
-        """A new session with the same past; the two go their own ways from here."""
+    async def fork(self, session_id: str, owner: str, *, label: str = "", turn: int | None = None) -> SessionView:
+        """A new session with the same past, up to the end of that turn, by default of the latest; the two go their own
+        ways from here."""
         source = self.get(session_id, owner)
+        tip = None if turn is None else source.node(turn)
         async with self._runtime.claim(session_id, owner) as claim:
             await source.cache.rollback(claim)
-            tip = source.tree.tip
-            view = await self._runtime.fork_chat(claim, [node.number for node in tip.path()], label=label)
+            is_copy = tip in (None, source.tree.tip)
+            tip = tip or source.tree.tip
+            turns = [node.turn for node in tip.path()]
+            view = await self._runtime.fork_chat(claim, turns, label=label, is_copy=is_copy)
             fork = Trajectory(
                 session_id=view.session_id,
                 owner=owner,
@@ -200,7 +204,9 @@ class ChatService:
                 recall=source.recall,
                 tree=source.tree.copy(tip),
             )
-            fork.cache.node = fork.tree.tip.ancestor(source.tree.common(tip, source.cache.node).depth)
+            fork.cache.node = fork.tree.tip
+            if is_copy:
+                fork.cache.node = fork.tree.tip.ancestor(source.tree.common(tip, source.cache.node).depth)
             self._trajectories.add(fork)
         return view
 

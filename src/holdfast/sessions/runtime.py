@@ -243,12 +243,16 @@ class Runtime:
                 recomputed = (await self.rewind(fork.id, owner, length)).recomputed_tokens
             return self._view(fork), recomputed
 
-    async def fork_chat(self, claim: Claim, turns: Sequence[int], *, label: str = "") -> SessionView:
-        """A chat session with the same past. `turns`: the numbers of the turns that its past is made of."""
-        fork = await self._forked(claim, label, claim.session.kind)
+    async def fork_chat(
+        self, claim: Claim, turns: Sequence[TurnRecord], *, label: str = "", is_copy: bool = True
+    ) -> SessionView:
+        """A chat session whose past is made of these turns. `is_copy`: they are what the claimed session is at the end
+        of; otherwise its next turn computes them."""
+        fork = await self._forked(claim, label, claim.session.kind, turns=None if is_copy else turns)
         fork.num_turns = len(turns)
         async with self._making(fork):
-            await self._record_new(fork, opened(fork, ForkedFrom(claim.session.id, tuple(turns))))
+            origin = ForkedFrom(claim.session.id, tuple(turn.number for turn in turns))
+            await self._record_new(fork, opened(fork, origin))
             self._operations.count_bytes(fork, fork.history.num_bytes)  # the bodies of its turns are shared
             return self._view(fork)
 
@@ -506,14 +510,19 @@ class Runtime:
         self._residence.drop(session, error)
         self._uncount(session)
 
-    async def _forked(self, claim: Claim, label: str, kind: SessionKind) -> Session:
+    async def _forked(
+        self, claim: Claim, label: str, kind: SessionKind, turns: Sequence[TurnRecord] | None = None
+    ) -> Session:
+        """A copy of the claimed session; of one that has taken these `turns` instead, which gets no slab."""
         source = claim.session
-        if kind != "forest":
+        has_slab = kind != "forest" and turns is None
+        if has_slab:
             await claim.wake()
+        pinned = turns[0].facts.pinned if turns else None
         fork = await self._place(
-            None if kind == "forest" else claim.fork,
+            claim.fork if has_slab else None,
             owner=source.owner,
-            sink=source.sink,
+            sink=source.sink if pinned is None else pinned,
             label=label or source.label,
             eos_token_ids=source.eos_token_ids,
             metadata=source.metadata,
@@ -522,7 +531,10 @@ class Runtime:
             pin_tokens=source.pin_tokens,
             is_kept=source.is_kept,
         )
-        fork.history = source.history.copy(len(source.history))
+        if turns is None:
+            fork.history = source.history.copy(len(source.history))
+        for turn in turns or ():
+            fork.history.repeat(turn)
         return fork
 
     async def _remove(self, session: Session, why: str) -> int:

@@ -67,6 +67,7 @@ DESCRIPTIONS = {
     # sessions
     "group": "A name that several sessions share, such as the rollouts of one prompt. It is in their samples.",
     "label": "A name for the session; lists can be filtered by it.",
+    "Fork.turn": "Number of the turn at whose end the new session goes on. Default: the latest.",
     "Fork.label": "A name for the new session. Default: that of the original.",
     "pin_tokens": "First tokens that stay in the window. Default: the system prompt and tools, as far as they fit.",
     "recall": "Passages out of the model's view that a turn may quote before the new message, and how many tokens they "

@@ -103,8 +103,9 @@ class SessionRoutes:
         return Response(status_code=204)
 
     async def fork(self, request: Request) -> Response:
+        session_id, owner = request.path_params["session_id"], owner_of(request)
         body = decode(await request.body(), Fork, may_be_empty=True)
-        view = await self._chats.fork(request.path_params["session_id"], owner_of(request), label=body.label or "")
+        view = await self._chats.fork(session_id, owner, label=body.label or "", turn=body.turn)
         return JSONResponse({"session_id": view.session_id})
 
     async def reward(self, request: Request) -> Response:

@@ -55,7 +55,7 @@ def page_json(page: TokenPage, tokenizer: Tokenizer) -> dict[str, Any]:
         "turns": [
             {
                 "turn": node.number,
-                "parent": node.turn.parent or None,
+                "parent": node.turn.parent,
                 "start": node.start,
                 "sampled_start": node.start + len(node.turn.given),
                 "end": node.end,

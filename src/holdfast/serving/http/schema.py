@@ -174,6 +174,7 @@ class NewSession(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Fork(Struct, kw_only=True, forbid_unknown_fields=True):
     label: _Label | None = None
+    turn: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
 class Purge(Struct, kw_only=True, forbid_unknown_fields=True):
