@@ -29,12 +29,14 @@ async def generate_reply(turn: ChatTurn) -> AsyncGenerator[ReplyPiece | TurnResu
     reply = setup.chat.reply(stop=request.stop, tools=request.callable_tools, is_reasoning=is_reasoning)
     cache.needs_rewind = True  # from here on the backend holds more than is recorded
     first_token_s, done = None, None
+    turn.live.begin(prepared)
     generating = claim.generate(params, *turn.given_since(base), view=turn.sent_view)
     async with contextlib.aclosing(generating) as batches:
         async for batch in batches:
             if first_token_s is None and any(isinstance(event, Sampled) for event in batch):
                 first_token_s = turn.elapsed_s()
             done = batch[-1] if isinstance(batch[-1], Done) else None
+            turn.live.sampled(batch)
             for piece in reply.take(batch):
                 yield piece
             if reply.is_stopped:

@@ -29,6 +29,7 @@ from holdfast.sessions.record import TemplateInputs, View, without
 from holdfast.sessions.session import NAME
 from holdfast.sessions.transfers import ChatContent
 from holdfast.sessions.view import SessionView
+from holdfast.sessions.watch import SessionEvent
 
 _MAX_DEPTH = 256  # of JSON in an imported session
 
@@ -261,10 +262,12 @@ class ChatService:
             raise InvalidArgument("reward must be a finite number", param="reward")
         node = None if turn is None else trajectory.node(turn)
         await self._runtime.record(session_id, owner, Rewarded(session_id, turn, reward))
+        session = self._runtime.find(session_id, owner)
         if node is None:
-            self._runtime.find(session_id, owner).reward = reward
+            session.reward = reward
         else:
             node.turn.reward = reward
+        self._runtime.watch.changed(session)
 
     def samples(self, session_id: str, owner: str, options: Options) -> Callable[[], Export]:
         """The samples of a session: of its turns so far, or of the spans of a token session.
@@ -340,6 +343,11 @@ class ChatService:
             return kept if kept is not None else journal.response(session_id, node.number)
 
         return response_of
+
+    def in_flight(self, session_id: str) -> list[SessionEvent]:
+        """What was told of the turns that a chat has in flight, for those who begin to listen now."""
+        trajectory = self._trajectories.get(session_id)
+        return [event for turn in (trajectory.turns if trajectory else ()) for event in turn.live.so_far()]
 
     def confirm(self, session_id: str, number: int) -> None:
         """The response of a turn has reached its client, as far as a server can know."""

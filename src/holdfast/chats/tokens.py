@@ -15,7 +15,7 @@ from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chats.tree import Node
 from holdfast.errors import InvalidArgument
 from holdfast.sessions.history import SpanKind, SpanPiece
-from holdfast.sessions.record import View
+from holdfast.sessions.record import Recalled, View
 
 MAX_PAGE_TOKENS = 10_000
 PAGE_TOKENS = 2000
@@ -141,7 +141,7 @@ def _add_turn(
 ) -> None:
     """Add those tokens of a turn that are at these places in it."""
     turn, num_given = node.turn, len(node.turn.given)
-    for kind, first, end in given_spans(node):
+    for kind, first, end in given_spans(num_given, turn.facts.recalled):
         columns.give(turn.given[max(first, inner.start) : min(end, inner.stop)], kind)
     part = slice(max(0, inner.start - num_given), inner.stop - num_given)
     if part.stop <= part.start:
@@ -158,16 +158,12 @@ def _add_turn(
     )
 
 
-def given_spans(node: Node) -> Iterator[tuple[SpanKind, int, int]]:
+def given_spans(num_given: int, recalled: Recalled | None) -> Iterator[tuple[SpanKind, int, int]]:
     """The runs of a turn's given tokens, of which some may be quotes: kind, first place in the turn, and end."""
-    end, recalled = len(node.turn.given), node.turn.facts.recalled
-    if recalled is None:
-        yield SpanKind.GIVEN, 0, end
-        return
-    until = recalled.start + recalled.length
-    yield SpanKind.GIVEN, 0, recalled.start
-    yield SpanKind.RECALLED, recalled.start, until
-    yield SpanKind.GIVEN, until, end
+    first, end = (recalled.start, recalled.start + recalled.length) if recalled else (num_given, num_given)
+    for run in ((SpanKind.GIVEN, 0, first), (SpanKind.RECALLED, first, end), (SpanKind.GIVEN, end, num_given)):
+        if run[1] < run[2]:
+            yield run
 
 
 # What the reply of a turn tells of other tokens that were likely: in OpenAI's format, or in SGLang's

@@ -24,6 +24,7 @@ from holdfast.chat.reply import ReplyEnd, ReplyPiece
 from holdfast.chats.caches import Cache, CachePool
 from holdfast.chats.events import TurnEvent, TurnRequest, TurnResponse, TurnStarted
 from holdfast.chats.grammar_queue import GrammarQueue
+from holdfast.chats.live import LiveTurn
 from holdfast.chats.recall import NO_RECALL, RecallLimits
 from holdfast.chats.retry import Broadcast
 from holdfast.chats.trajectory import HistoryRules, PreparedTurn, Tip, Trajectory
@@ -120,6 +121,7 @@ class ChatTurn:
         self._cache: Cache | None = None
         self._node: Node | None = None  # once it is on record
         self.events = Broadcast[TurnEvent](setup.stream_stall_s)
+        self.live = LiveTurn(setup.runtime.watch, trajectory.session_id, self.id)
         self._committing: asyncio.Task[TurnRecord] | None = None
         self._has_begun = False
         self._queued_at = self._admitted_at = time.perf_counter()
@@ -293,6 +295,10 @@ class ChatTurn:
             return None
 
     async def _commit(self, result: TurnResult) -> TurnRecord:
+        if result.is_adopted:
+            self.live.begin(self.prepared)
+            self.live.sampled(result.tokens)
+            self.setup.runtime.watch.adopted(len(result.tokens))
         await self._sync_history(result)
         async with self.trajectory.commit_lock:  # turns of a forest are numbered one after the other
             return await self._record(result)
@@ -322,7 +328,8 @@ class ChatTurn:
         response = TurnResponse(body=b"" if is_kept else result.body, number=turn.number, headers=result.headers)
         before = trajectory.tree.tip
         self._node = node = trajectory.add(turn, response)
-        claim.session.num_turns = node.depth
+        claim.session.num_turns, claim.session.last_turn = node.depth, node.number
+        self.live.recorded(node)
         if not trajectory.is_forest:
             trajectory.cache.advance(node)
             return turn
@@ -403,6 +410,7 @@ class ChatTurn:
         """Leave the turns in flight. Whether the claim on the session is to be released."""
         trajectory = self.trajectory
         trajectory.turns.remove(self)
+        self.live.end()
         if self._tip is not None:
             trajectory.busy_tips.pop(self._tip).set()
         if trajectory.turns:

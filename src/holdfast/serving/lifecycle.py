@@ -299,6 +299,7 @@ class _Drain:
         finally:
             for door in doors:
                 door.drain()
+        self._runtime.watch.close()
         await asyncio.gather(*(door.end(grace_s) for door in doors))
         if grace_s:
             await self._runtime.drain(grace_s)  # what was cut off is rolled back

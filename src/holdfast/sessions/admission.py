@@ -144,6 +144,14 @@ class Admission:
         metrics.queue_depth.set_function(lambda: float(self._places.num_waiting))
 
     @property
+    def num_running(self) -> int:
+        return self._places.num_taken
+
+    @property
+    def num_waiting(self) -> int:
+        return self._places.num_waiting
+
+    @property
     def is_paused(self) -> bool:
         return not self._is_open.is_set()
 

@@ -15,6 +15,7 @@ from holdfast.metrics import Metrics
 from holdfast.sessions.journal.snapshots import SnapshotStore
 from holdfast.sessions.ports import Backend
 from holdfast.sessions.session import Session, SessionRegistry
+from holdfast.sessions.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +119,13 @@ class SlabCapacity:
         give_up: GiveUp,
         *,
         max_parked: int,
+        watch: Watch,
         is_kept_elsewhere: bool = False,
     ) -> None:
         self._registry = registry
         self._parking = parking
         self._give_up = give_up
+        self._watch = watch
         self._max_parked = max_parked
         self._is_kept_elsewhere = is_kept_elsewhere
         self._num_coming = 0  # sessions that have a place among the parked, but are not there yet
@@ -183,6 +186,7 @@ class SlabCapacity:
             session.recomputed_tokens = await self._parking.wake(session)
         finally:
             self._registry.release_place()
+        self._watch.changed(session)
 
     async def admit(self, session: Session, content: bytes | None) -> None:
         """A slab for a session from elsewhere, filled from its snapshot where that fits, and a place in the store."""
@@ -199,6 +203,7 @@ class SlabCapacity:
             await asyncio.shield(session.parking)
         finally:
             session.parking = None
+            self._watch.changed(session)
 
     async def share(self, session_ids: Sequence[str]) -> None:
         """Other servers may own these sessions next."""

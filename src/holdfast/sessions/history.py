@@ -246,7 +246,7 @@ class GenerationRecord:
 
     def __init__(self, history: History, tokens: Sequence[int], known: GivenTokens = PLAIN) -> None:
         self._history = history
-        self._tokens = tokens
+        self.tokens = tokens
         self._known = known
         self.start = len(history)
         self.num_sampled = 0
@@ -256,7 +256,7 @@ class GenerationRecord:
         """Take `events` over. Any event, or a backend that has grown, means that the tokens were taken in."""
         grown = backend_length is not None and backend_length > self.start
         if self._span is None and (events or grown):
-            self._known.add_to(self._history, self._tokens)
+            self._known.add_to(self._history, self.tokens)
             self._span = self._history.begin_sampled()
         for event in events:
             if isinstance(event, Sampled) and self._span:

@@ -36,6 +36,7 @@ from holdfast.sessions.ports import Backend, EventStream
 from holdfast.sessions.quotas import OwnerQuotas
 from holdfast.sessions.record import TurnRecord, View
 from holdfast.sessions.session import Session, opened
+from holdfast.sessions.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Operations:
         clock: Callable[[], float] = time.monotonic,
         *,
         quotas: OwnerQuotas,
+        watch: Watch,
         drop: Callable[[Session, HoldfastError], None],
         max_reply_tokens: int = 0,
     ) -> None:
@@ -75,6 +77,7 @@ class Operations:
         self.metrics = metrics
         self.clock = clock
         self.quotas = quotas
+        self.watch = watch
         self.max_reply_tokens = max_reply_tokens  # 0: no limit
         self._is_draining = False
         self._num_running = 0
@@ -158,6 +161,7 @@ class Claim:
         """Claims at once. Raises where the session is closed, busy or failed."""
         session.enter(turn_id)
         operations.begin()
+        operations.watch.changed(session)
         self.session = session
         self._operations = operations
         self._settling: asyncio.Task[None] | None = None  # the end of the operation that ran last
@@ -204,6 +208,7 @@ class Claim:
         """Free the session, on which nothing runs."""
         self.session.leave()
         self._operations.finish()
+        self._operations.watch.changed(self.session)
 
     # Operations, one at a time
 
@@ -226,6 +231,7 @@ class Claim:
         async def conclude(backend_length: int) -> None:
             if backend_length == before + len(tokens):
                 session.history.give(tokens)
+                self._operations.watch.given(session, before, tokens)
                 await self._record_since(before)
 
         return await self._carry_out(self._backend.append(handle, tokens), conclude)
@@ -261,7 +267,7 @@ class Claim:
         self.check_room()
         params = self.bounded(params)
         handle = await self.wake()
-        clock, metrics = self._operations.clock, self._operations.metrics
+        clock, metrics, watch = self._operations.clock, self._operations.metrics, self._operations.watch
         started = last = clock()
         record = GenerationRecord(self.session.history, tokens, known)
         stream: EventStream | None = None
@@ -274,7 +280,9 @@ class Claim:
                 is_first = not record.num_sampled
                 observe_batch(metrics, batch, now - (started if is_first else last), is_first=is_first)
                 last = now
-                record.record(batch)
+                self._take(record, batch)
+                if is_first and record.num_sampled:
+                    watch.began(now, now - started)
                 if isinstance(batch[-1], Done):
                     recording = asyncio.ensure_future(self._record_since(record.start))
                     await asyncio.shield(recording)
@@ -296,9 +304,17 @@ class Claim:
         if recording is not None:
             await asyncio.gather(recording, return_exceptions=True)
             return
-        record.record(rest, backend_length=self._backend_length())
+        self._take(record, rest, backend_length=self._backend_length())
         if self.history_length > record.start:
             await self._record_since(record.start)
+
+    def _take(self, record: GenerationRecord, batch: Sequence[Event], backend_length: int | None = None) -> None:
+        """Take events into the history, and tell those who listen."""
+        watch, before = self._operations.watch, self.history_length
+        record.record(batch, backend_length=backend_length)
+        if before == record.start < self.history_length:
+            watch.given(self.session, before, record.tokens)
+        watch.sampled(self.session, batch)
 
     async def adopt(
         self, given: Sequence[int], sampled: Sequence[Sampled], stop_reason: StopReason, known: GivenTokens = PLAIN
@@ -334,6 +350,7 @@ class Claim:
                 raise
             session.history.rewind(length)
             session.num_rewinds += 1
+            self._operations.watch.changed(session)
 
         work = self._backend.rewind(handle, length, is_limited=is_limited)
         return RewindResult(length, await self._carry_out(work, conclude))
@@ -460,6 +477,7 @@ class Claim:
             assert session.handle is not None
             await self._backend.rewind(session.handle, start, is_limited=False)
             session.history.rewind(start)
+            self._operations.watch.changed(session)
             raise
 
     async def _free_when_settled(self, settling: "asyncio.Task[None]") -> None:

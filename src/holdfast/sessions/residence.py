@@ -25,6 +25,7 @@ from holdfast.sessions.capacity import SlabCapacity
 from holdfast.sessions.journal.base import Journal, SessionClosed, SessionRested, StoredSession
 from holdfast.sessions.ports import Backend
 from holdfast.sessions.session import Session, SessionRegistry, restored, without_gap
+from holdfast.sessions.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Residence:
         metrics: Metrics,
         clock: Callable[[], float],
         *,
+        watch: Watch,
         on_loaded: OnLoaded,
         on_left: Callable[[str], None],
     ) -> None:
@@ -61,6 +63,7 @@ class Residence:
         self._backend = backend
         self._metrics = metrics
         self._clock = clock
+        self._watch = watch
         self._on_loaded = on_loaded
         self._on_left = on_left
         self._loads = asyncio.Semaphore(_LOADS_AT_ONCE)
@@ -123,6 +126,7 @@ class Residence:
             session, on_recorded = await asyncio.to_thread(self._rebuilt, stored)  # long ones take a while
             self._registry.add_parked(session)
             on_recorded()
+        self._watch.changed(session)
         self._metrics.session_total.labels("loaded").inc()
         self._metrics.session_load.observe(time.perf_counter() - started)
 
@@ -173,6 +177,7 @@ class Residence:
     def _leave(self, session: Session, why: str) -> None:
         self._registry.discard(session)
         self._on_left(session.id)
+        self._watch.left(session, is_moved=self._journal.members is not None)
         if session.is_kept:
             self._metrics.session_total.labels(why).inc()
 

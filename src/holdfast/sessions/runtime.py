@@ -45,6 +45,7 @@ from holdfast.sessions.view import (
     view_of,
     watch_sessions,
 )
+from holdfast.sessions.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +86,23 @@ class Runtime:
         self._is_loading_weights = False
         self._quotas = quotas or OwnerQuotas()
         self.metrics = metrics or Metrics()
+        self.watch = Watch()
         self._residence = Residence(
-            self._registry, self.journal, backend, self.metrics, clock, on_loaded=on_loaded, on_left=on_removed
+            self._registry,
+            self.journal,
+            backend,
+            self.metrics,
+            clock,
+            watch=self.watch,
+            on_loaded=on_loaded,
+            on_left=on_removed,
         )
         self._capacity = self._residence.capacity = SlabCapacity(
             self._registry,
             Parking(backend, snapshots, self.metrics),
             self._give_up,
             max_parked=max_parked,
+            watch=self.watch,
             is_kept_elsewhere=self._keeps,
         )
         self._operations = Operations(
@@ -102,6 +112,7 @@ class Runtime:
             self.metrics,
             clock,
             quotas=self._quotas,
+            watch=self.watch,
             drop=self._drop,
             max_reply_tokens=max_reply_tokens,
         )
@@ -249,7 +260,7 @@ class Runtime:
         """A chat session whose past is made of these turns. `is_copy`: they are what the claimed session is at the end
         of; otherwise its next turn computes them."""
         fork = await self._forked(claim, label, claim.session.kind, turns=None if is_copy else turns)
-        fork.num_turns = len(turns)
+        fork.num_turns = fork.last_turn = len(turns)
         async with self._making(fork):
             origin = ForkedFrom(claim.session.id, tuple(turn.number for turn in turns))
             await self._record_new(fork, opened(fork, origin))
@@ -347,6 +358,20 @@ class Runtime:
     def info(self, session_id: str, owner: str) -> SessionView:
         """The state of the session. Never waits, even while it is busy."""
         return self._view(self._registry.get(session_id, owner))
+
+    def row(self, session: Session) -> SessionView:
+        """The state of a session, which may have left the memory meanwhile."""
+        handle = None if session.gate.is_closed else session.handle
+        return view_of(session, PARKED if handle is None else self._backend.view(handle), self.model.recent)
+
+    def counts(self) -> Counter[tuple[str, str]]:
+        """How many sessions in memory are live, parked or busy, by owner and one of these words."""
+        found: Counter[tuple[str, str]] = Counter()
+        for session in self._registry:
+            if session.is_kept:
+                found[session.owner, "parked" if session.handle is None else "live"] += 1
+                found[session.owner, "busy"] += session.is_busy
+        return found
 
     def find(self, session_id: str, owner: str) -> Session:
         """The owner's session, to be looked at. Raises SessionNotFound."""
@@ -483,6 +508,7 @@ class Runtime:
 
     async def _record_new(self, session: Session, *entries: Entry) -> None:
         await self._operations.record(session, *entries)
+        self.watch.changed(session)
         if self._keeps:
             self._uncount(session)  # the journal counts it from now on
 
@@ -549,6 +575,7 @@ class Runtime:
         if not self._keeps:
             self._operations.count_bytes(session, -session.num_bytes)
         self._on_removed(session.id)
+        self.watch.closed(session, why)
         self.metrics.session_total.labels(why).inc()
 
         async def finish() -> None:

@@ -85,6 +85,7 @@ class Session:
     history: History = field(default_factory=History)
     reward: float | None = None
     num_turns: int = 0  # of a chat, on the path to its latest turn
+    last_turn: int = 0  # the number of that turn; 0: there is none
     num_bytes: int = 0  # that were recorded since this process has it
     snapshot_id: str = ""  # under which its snapshot is kept: its own id, or what names the conversation that it caches
     gate: SessionGate = field(init=False)
@@ -216,7 +217,7 @@ def restored(stored: StoredSession, clock: Callable[[], float]) -> Session:
     steps: Sequence[Step] = stored.steps
     if facts.kind != "tokens":
         steps = path = _path(stored)
-        session.num_turns = len(path)
+        session.num_turns, session.last_turn = len(path), path[-1].number if path else 0
         if path and (pinned := path[0].facts.pinned) is not None:
             session.sink = pinned
     for step in steps:

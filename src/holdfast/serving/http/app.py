@@ -26,6 +26,7 @@ from holdfast.serving.http.response import StreamTimes
 from holdfast.serving.http.response_store import ResponseStore
 from holdfast.serving.http.routes_admin import ClusterRoutes, ControlRoutes, HealthRoutes
 from holdfast.serving.http.routes_data import DataRoutes
+from holdfast.serving.http.routes_events import EventRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
 from holdfast.serving.http.routes_responses import SessionResponses, StatelessResponses
 from holdfast.serving.http.routes_sessions import METHODS, SessionRoutes, Upstream, UpstreamRoutes
@@ -129,7 +130,8 @@ def _chat_routes(
             sessions.create if cluster is None else _where_there_is_room(sessions.create, cluster),
             sessions,
             DataRoutes(runtime, chats, transfers, config=config, search=search),
-            TokenRoutes(chats),
+            tokens=TokenRoutes(chats),
+            events=EventRoutes(chats),
         ),
         *_control_routes(chats),
         *rest,
@@ -203,7 +205,9 @@ def _response_routes(kept: StatelessResponses, recorded: SessionResponses, by_he
     ]
 
 
-def _session_routes(create: Endpoint, sessions: SessionRoutes, data: DataRoutes, tokens: TokenRoutes) -> list[Route]:
+def _session_routes(
+    create: Endpoint, sessions: SessionRoutes, data: DataRoutes, *, tokens: TokenRoutes, events: EventRoutes
+) -> list[Route]:
     return [
         Route("/sessions", create, methods=["POST"]),
         Route(IMPORT_PATH, data.import_session, methods=["POST"]),
@@ -214,8 +218,11 @@ def _session_routes(create: Endpoint, sessions: SessionRoutes, data: DataRoutes,
         Route(f"{_SESSION}/fork", sessions.fork, methods=["POST"]),
         Route(f"{_SESSION}/export", data.export),
         Route(f"{_SESSION}/samples", data.samples, methods=["POST"]),
+        Route("/samples/verify", data.verify_samples, methods=["POST"]),
         Route(f"{_SESSION}/search", data.search),
         Route(f"{_SESSION}/tokens", tokens.tokens),
+        Route(f"{_SESSION}/events", events.session_events),
+        Route("/events", events.server_events),
         Route(f"{_SESSION}/reward", sessions.reward, methods=["POST"]),
     ]
 

@@ -22,7 +22,7 @@ from holdfast.chats.grammar_queue import GrammarQueue
 from holdfast.chats.stateless import NumberedEvent
 from holdfast.generation import Constraint
 from holdfast.metrics import Metrics
-from holdfast.serving.http.dialects.base import ReplyFormat, StreamEncoder
+from holdfast.serving.http.dialects.base import ReplyFormat, StreamEncoder, StreamFrame
 from holdfast.serving.http.error_response import RefusedByUpstream, told
 from holdfast.serving.http.render import ChatWriter, Writer
 
@@ -93,7 +93,7 @@ async def stream_response(
     request: Request,
     chunks: AsyncGenerator[bytes, None],
     *,
-    encoder: Callable[[], StreamEncoder],
+    encoder: Callable[[], StreamFrame],
     headers: Callable[[], dict[str, str]],
     times: StreamTimes,
     on_sent: Callable[[], None] = lambda: None,
@@ -127,7 +127,7 @@ class EventStreamResponse(Response):
         self,
         first: "asyncio.Future[bytes]",
         chunks: AsyncGenerator[bytes, None],
-        encoder: Callable[[], StreamEncoder],
+        encoder: Callable[[], StreamFrame],
         headers: dict[str, str],
         on_sent: Callable[[], None],
         *,

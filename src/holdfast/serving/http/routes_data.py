@@ -10,7 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from holdfast.chats.samples.assembly import Options
+from holdfast.chats.samples.certificate import problems
 from holdfast.chats.samples.formats import CONTENT_TYPES, encode, read_format
+from holdfast.chats.samples.formats import decode as decode_samples
 from holdfast.chats.service import ChatService
 from holdfast.config import ServeConfig
 from holdfast.errors import InvalidArgument, SessionNotFound
@@ -26,6 +28,7 @@ from holdfast.sessions.transfers import Transfers
 from holdfast.sessions.view import Search
 
 _DAY_S = 86_400
+_MAX_PROBLEMS = 100
 
 
 class DataRoutes:
@@ -61,6 +64,12 @@ class DataRoutes:
         export = self._chats.samples(session_id, owner, options)
         content = await asyncio.to_thread(lambda: encode(export(), form))
         return Response(content, media_type=CONTENT_TYPES[form])
+
+    async def verify_samples(self, request: Request) -> Response:
+        """Whether the samples in a file are what their certificates say."""
+        payload = await request.body()
+        found = await asyncio.to_thread(lambda: problems(decode_samples(payload)))
+        return JSONResponse({"valid": not found, "problems": found[:_MAX_PROBLEMS]})
 
     async def search(self, request: Request) -> Response:
         if self._search is None:

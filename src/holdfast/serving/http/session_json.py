@@ -84,7 +84,7 @@ async def trajectory_json(
     def assemble() -> dict[str, Any]:
         current = {node.number for node in path}
         tree = [
-            _summary(node, is_current=node.number in current) | (_origin(node) if trajectory.is_forest else {})
+            turn_json(node.turn, is_current=node.number in current) | (_origin(node) if trajectory.is_forest else {})
             for node in nodes
         ]
         if not with_records:
@@ -107,11 +107,11 @@ async def trajectory_json(
     return await asyncio.to_thread(assemble)
 
 
-def _summary(node: Node, *, is_current: bool) -> dict[str, Any]:
-    turn = node.turn
+def turn_json(turn: TurnRecord, *, is_current: bool) -> dict[str, Any]:
+    """A turn in short, as the tree of its session shows it."""
     return {
         "turn": turn.number,
-        "parent": node.parent.number if node.parent else None,
+        "parent": turn.parent,
         "is_current": is_current,
         "given_tokens": len(turn.given),
         "sampled_tokens": len(turn.sampled),

@@ -20,8 +20,20 @@ from holdfast.serving.http.render import Writer
 Json = dict[str, Any]
 
 
-class StreamEncoder(Protocol):
-    """One streamed reply as bytes. After the first `error` nothing follows."""
+class StreamFrame(Protocol):
+    """What any stream may have to say besides its content. After the first `error` nothing follows."""
+
+    def ping(self) -> bytes:
+        """What keeps the connection open and says nothing."""
+        ...
+
+    def error(self, envelope: Json, status: int) -> bytes:
+        """An error in OpenAI's envelope as the last event."""
+        ...
+
+
+class StreamEncoder(StreamFrame, Protocol):
+    """One streamed reply as bytes."""
 
     def encode(self, index: int, item: ReplyPiece | ReplyEnd) -> bytes:
         """What an event of choice `index` adds to the stream; empty where that is nothing."""
@@ -32,14 +44,6 @@ class StreamEncoder(Protocol):
         ...
 
     def end(self) -> bytes: ...
-
-    def ping(self) -> bytes:
-        """What keeps the connection open and says nothing."""
-        ...
-
-    def error(self, envelope: Json, status: int) -> bytes:
-        """An error in OpenAI's envelope as the last event."""
-        ...
 
 
 Keep = Callable[[Json, Message], None]  # gets a reply as the client can ask for it again, and as a message
