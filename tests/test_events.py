@@ -397,6 +397,7 @@ async def test_a_listener_is_told_nothing_after_its_end() -> None:
 
 async def test_bad_paths_and_methods_are_refused() -> None:
     async with serving(wordy_engine(forward_s=0), default_chat()) as server, client_of(server) as client:
+        assert (await client.head("/events")).status_code == 200
         assert refusal_of(await client.get("/sessions/nobody/events")) == (404, "session_not_found")
         assert error_of(await client.post("/events"))["code"] == "method_not_allowed"
         session = await open_session(client)

@@ -45,6 +45,17 @@ NOISY: dict[str, Any] = {
 }  # fmt: skip
 BRIEF: dict[str, Any] = {"messages": HI, "max_tokens": 2, "stream": True, "seed": 1}
 COMPLETION: dict[str, Any] = {"prompt": ["hi", "you"], "max_tokens": 2, "n": 2, "logprobs": 1, "stop": "x"}
+SAMPLE: dict[str, Any] = {
+    "response": "hi", "response_length": 2, "status": "completed", "weight_versions": ["1"], "reward": 0.5,
+    "metadata": {}, "nulls": [], "session_id": "s", "group": "", "label": "", "branch": 1, "num_left_out": 0,
+    "logprob_kind": "raw", "turns": [{"number": 1, "start": 0, "sampled_start": 1, "end": 3, "finish_reason": "stop"}],
+    "certificate": None, "tokens": [1, 2, 3], "loss_mask": [1, 1], "rollout_log_probs": [-0.5, -1.0], "logprobs": None,
+    "sampling_logprobs": None, "rollout_routed_experts": None, "rollout_indexer_topk": None,
+}  # fmt: skip
+QUERIES = (
+    *("", "?", "?page_size=x", "?state=live&state=x", "?q=%ff", "?q=" + "l" * 5000, "?turn=1&start=0&limit=5"),
+    *("?turn=-1", "?start=1e9", "?limit=10001", "?turn=" + "9" * 400),
+)
 BODIES: list[tuple[str, Any]] = [
     (CHAT, RICH),
     (CHAT, BRIEF),
@@ -55,7 +66,8 @@ BODIES: list[tuple[str, Any]] = [
     ("/sessions/{}" + CHAT, RICH),
     ("/sessions/{}" + CHAT, BRIEF),
     ("/sessions/{}" + CHAT, NOISY),
-    ("/sessions/{}/fork", {"label": "l"}),
+    ("/sessions/{}/fork", {"label": "l", "turn": 1}),
+    ("/samples/verify", {"format_version": 2, "samples": [SAMPLE], "session_metadata": {}, "empty_reason": None}),
     ("/sessions/{}/reward", {"reward": 1.0, "turn": 1}),
     (
         "/sessions/{}/samples",
@@ -110,7 +122,8 @@ GRAMMAR = BRIEF | {
 }
 PUTS = ("/control/weight_version",)
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "X")
-PARTS = ("v1", "sessions", "chat", "completions", "models", "fork", "export", "..", ".", "", "%00", "%", "a" * 300, "é",
+PARTS = ("v1", "sessions", "tokens", "samples", "verify",
+         "chat", "completions", "models", "fork", "export", "..", ".", "", "%00", "%", "a" * 300, "é",
          "messages", "count_tokens", "responses", "input_items", "conversations", "resp_1")  # fmt: skip
 HEADERS = (
     "content-type: text/plain", "content-type: application/json; charset=utf-16", "accept-encoding: br",
@@ -242,11 +255,7 @@ class _Worker:
     async def _anything(self) -> str:
         method = self._random.choice(METHODS)
         parts = [self._random.choice((*PARTS, self._session)) for _ in range(self._random.randrange(5))]
-        path = (
-            "/"
-            + quote("/".join(parts), safe="/%.")
-            + self._random.choice(("", "?", "?page_size=x", "?state=live&state=x"))
-        )
+        path = "/" + quote("/".join(parts), safe="/%.") + self._random.choice(QUERIES)
         if path.partition("?")[0].rstrip("/").endswith(self._session) and method == "DELETE":
             method = "GET"
         headers = self._random.choice(HEADERS) + "\r\n"

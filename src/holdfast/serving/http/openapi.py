@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast import __version__
 from holdfast.chats.search import MAX_RESULTS
+from holdfast.chats.tokens import MAX_PAGE_TOKENS, PAGE_TOKENS
 from holdfast.serving.http.descriptions import describe
 from holdfast.serving.http.schema import (
     ChatCompletion,
@@ -41,6 +42,7 @@ _RESPONSES = "OpenAI's Responses API"
 _NEW_CONVERSATION = {"content": {"application/json": {"schema": {"type": "object"}}}}
 _SNAPSHOT = _parameter("snapshot", "Whether the file contains the session's cache", type="boolean", default=True)
 _LISTED = [
+    _parameter("q", "Only sessions with this text in their id, label or group, in whatever case"),
     _parameter("label", "Only sessions with this label"),
     _parameter("state", "Only sessions in this state", enum=list(SessionState)),
     _parameter("page_size", "Sessions in one page; default: all", type="integer", minimum=1, maximum=MAX_PAGE),
@@ -56,11 +58,23 @@ _SEARCHED = [
     _parameter("limit", "Most passages in the answer; default: 8", type="integer", minimum=1, maximum=MAX_RESULTS),
     _parameter("in_view", "`true`: also passages that the model sees anyway", type="boolean", default=False),
 ]
+_TOKENS = [
+    _parameter("turn", "The path ends at this turn; default: the latest", type="integer", minimum=1),
+    _parameter("start", "Position of the first token; default: 0", type="integer", minimum=0),
+    _parameter(
+        "limit",
+        f"Tokens in one page; default: {PAGE_TOKENS}",
+        type="integer",
+        minimum=1,
+        maximum=MAX_PAGE_TOKENS,
+    ),
+]
 _PAUSED = [_parameter("mode", "Running turns may end (`wait`), or not (`abort`)", enum=["wait", "abort"])]
 _NEW_WEIGHTS = [
     _parameter("version", "Version of the weights, where the body is a safetensors file"),
     _parameter("caches", "What becomes of caches, where the body is a file", enum=["recompute", "keep"]),
 ]
+_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _TYPES = (ChatCompletion, Completion, NewSession, Fork, Purge, Reward, SamplesRequest, WeightVersion, WeightsAtPath)
 
@@ -122,6 +136,12 @@ def _download(about: str) -> dict[str, Any]:
     operation = _operation(about)
     operation["responses"]["200"]["content"] = _FILE
     return operation | {"parameters": [_SNAPSHOT]}
+
+
+def _stream(about: str) -> dict[str, Any]:
+    operation = _operation(about)
+    operation["responses"]["200"]["content"] = _EVENTS
+    return operation
 
 
 def build() -> dict[str, Any]:
@@ -198,6 +218,12 @@ def _session_paths() -> dict[str, Any]:
         | {"post": _operation("Samples for training", body=SamplesRequest, optional=True)},
         "/sessions/{session_id}/search": one
         | {"get": _operation("Passages that a text is about, the best first") | {"parameters": _SEARCHED}},
+        "/sessions/{session_id}/tokens": one
+        | {"get": _operation("The exact tokens of the session, page by page") | {"parameters": _TOKENS}},
+        "/sessions/{session_id}/events": one
+        | {"get": _stream("What goes on in the session, token by token, as server-sent events")},
+        "/events": {"get": _stream("What goes on in all of the caller's sessions, as server-sent events")},
+        "/samples/verify": {"post": _upload("Check the certificates of a samples file")},
         "/sessions/{session_id}/v1/models": one | {"get": _operation("List of models: the one that is served")},
         "/sessions/{session_id}/v1/models/{model}": {
             "parameters": [_SESSION, _MODEL],

@@ -51,7 +51,6 @@ class EventRoutes:
 
     async def session_events(self, request: Request) -> Response:
         session_id, owner = request.path_params["session_id"], owner_of(request)
-        self._runtime.find(session_id, owner)
         response = await _streamed(request, self._of_session(session_id, owner))
         held: AsyncExitStack = request.scope["holdfast.held"]
         await held.aclose()  # who listens does not keep the session in memory
@@ -61,7 +60,8 @@ class EventRoutes:
         return await _streamed(request, self._of_server(owner_of(request)))
 
     async def _of_session(self, session_id: str, owner: str) -> AsyncGenerator[bytes, None]:
-        events = [Changed(self._runtime.find(session_id, owner)), *self._chats.in_flight(session_id)]
+        events: list[SessionEvent] = [Changed(self._runtime.find(session_id, owner))]
+        events += self._chats.in_flight(session_id)
         listener = self._watch.listen(session_id)
         try:
             while True:
@@ -133,6 +133,8 @@ class EventRoutes:
 
 
 async def _streamed(request: Request, chunks: AsyncGenerator[bytes, None]) -> Response:
+    if request.method == "HEAD":  # which would not end
+        return Response(media_type="text/event-stream")
     return await stream_response(request, chunks, encoder=EventFrame, headers=dict, times=_TIMES)
 
 
