@@ -28,6 +28,7 @@ from holdfast.serving.http.app import _SESSION
 from tests.postgres import execute, fresh_database
 from tests.serving import Server, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, events_of, eventually, open_session, refusal_of, said, until
+from tests.test_events import listening
 from tests.test_grpc import create, generate, refused, self_signed
 
 LEASE_S = 2.0  # of tests in which a member dies
@@ -87,6 +88,8 @@ REQUESTS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("POST", "/reward", {"reward": 1.5}),
     ("POST", "/samples", {}),
     ("GET", "/search?query=hi&in_view=true", None),
+    ("GET", "/tokens?turn=1&limit=9", None),
+    ("HEAD", "/events", None),
     ("GET", "/export?snapshot=false", None),
     ("POST", "/fork", {"label": "fork"}),
     ("GET", "?branches=all", None),
@@ -396,6 +399,25 @@ async def test_a_member_that_hangs_is_not_waited_for_beyond_its_lease() -> None:
             assert (refusal_of(turn), turn.headers["retry-after"]) == ((503, "journal_failed"), "1")
             assert "may be on record" in turn.text
             assert (await through.post(chat_path(other), json=CHAT)).status_code == 200
+
+
+async def test_events_of_a_session_come_through_another_member_until_it_moves() -> None:
+    with fresh_database() as url:
+        async with member("b", url) as second, client_of(second) as through:
+            async with contextlib.AsyncExitStack() as stack:
+                first = await stack.enter_async_context(member("a", url))
+                async with client_of(first) as direct:
+                    session = await open_session(direct)
+                    async with listening(through, f"/sessions/{session}/events") as stream:
+                        assert stream.response.headers["holdfast-member"] == "a"
+                        await direct.post(chat_path(session), json=CHAT)
+                        events = await stream.until("turn")
+                        stopping = asyncio.ensure_future(stack.aclose())
+                        assert (await stream.rest())[-1] == ("closed", {"why": "moved"})
+                        await stopping
+            async with listening(through, f"/sessions/{session}/events") as stream:
+                assert stream.response.headers["holdfast-member"] == "b"
+                assert (await stream.next())[1]["turn"] == events[-1][1]["turn"] == 1
 
 
 async def test_members_trust_each_other_by_their_certificates(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from tests.effort import examples
 from tests.postgres import fresh_database
 from tests.serving import Server, SlowEngine, default_chat, model_of, serving, wordy_engine
 from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
+from tests.test_grpc import create, events_of, generate
 
 OWNER = "ann"
 GREEDY = SamplingParams(seed=0, max_tokens=4, temperature=0)
@@ -403,6 +404,54 @@ async def test_lists_show_what_rests_page_by_page(tmp_path: Path) -> None:
         states = [len((await runtime.list_sessions(OWNER, wanted=Wanted(state=state))).views) for state in SessionState]
         assert dict(zip(SessionState, states, strict=True)) == {"live": 1, "parked": 8, "failed": 0}
         assert (await runtime.list_sessions("bob")).views == []
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+async def test_rows_tell_kind_turns_group_reward_and_times_and_are_found_by_text(
+    tmp_path: Path, has_journal: bool
+) -> None:
+    options: dict[str, Any] = {"data_dir": str(tmp_path)} if has_journal else {"max_parked": 9}
+    began = time.time()
+    async with (
+        serving(wordy_engine(forward_s=0, num_slabs=1), default_chat(), **options) as server,
+        client_of(server) as client,
+    ):
+        ids = [
+            await open_session(client, label="Über", group="rollouts 7"),
+            await open_session(client, label="two", history="forest"),
+            await create(server, [1, 2]),
+        ]
+        await events_of(generate(server, ids[2], max_tokens=2))
+        await events_of(generate(server, ids[2], max_tokens=2))
+        texts = ["hi"]
+        for _ in range(2):
+            reply = await client.post(chat_path(ids[0]), json=said(*texts))
+            texts += [reply.json()["choices"][0]["message"]["content"], "and?"]
+        await client.post(chat_path(ids[0]), json=said("hi", texts[1], "other"))
+        await client.post(f"/sessions/{ids[0]}/reward", json={"reward": 0.5})
+        await client.post(chat_path(ids[1]), json=said("hi"))
+        await client.post("/v1/chat/completions", json=said("hi"))
+        shown = [(await client.get(f"/sessions/{session}")).json() for session in ids[:2]]
+        rows = (await client.get("/sessions")).json()["data"]
+        if has_journal:
+            assert server.metrics.session_total.labels("rested")._value.get() > 0
+        assert [row["session_id"] for row in rows] == ids
+        names = ("kind", "turns", "group", "reward", "label")
+        assert [[row[name] for name in names] for row in rows] == [
+            ["chat", 2, "rollouts 7", 0.5, "Über"],
+            ["chat", 1, "", None, "two"],
+            ["tokens", 2, "", None, ""],
+        ]
+        for row, one in zip(rows, shown, strict=False):
+            for name in (*names, "created_at", "history_length"):
+                assert row[name] == one[name], name
+        for row in rows:
+            assert began - 1 < row["created_at"] <= row["last_used_at"] + 0.1 < time.time() + 1
+        for text, found in (("üBER", ids[:1]), ("LOUTS", ids[:1]), (ids[1][5:15].upper(), ids[1:2]), ("nobody", [])):
+            listed = (await client.get("/sessions", params={"q": text})).json()
+            assert ([row["session_id"] for row in listed["data"]], listed["next_page_token"]) == (found, "")
+        page = (await client.get("/sessions", params={"q": "t", "page_size": 1, "label": "two"})).json()
+        assert [row["session_id"] for row in page["data"]] == ids[1:2]
 
 
 async def test_resting_sessions_expire_but_not_those_that_a_crash_left(
