@@ -25,7 +25,8 @@ from holdfast.serving.lifecycle import Chat
 from tests.qwen3 import qwen3
 from tests.relaying import relaying
 from tests.serving import ScriptedEngine, Server, default_chat, serving
-from tests.talking import chat_path, client_of, open_session, said
+from tests.talking import chat_path, client_of, error_of, open_session, said
+from tests.test_relay import chatting
 
 TOOL = {
     "type": "function",
@@ -198,3 +199,22 @@ async def test_nothing_to_export_says_so() -> None:
 def _engine() -> ScriptedEngine:
     shape = SlabShape(recent=256, max_pin=64, prefill_chunk=64, rewind_tokens=256)
     return ScriptedEngine({}, shape=shape, vocab_size=default_chat().model.grammars.vocab_size)
+
+
+async def test_the_server_verifies_samples_in_every_format_and_says_what_is_wrong() -> None:
+    async with chatting() as (relay, _):
+        session = await open_session(relay.http)
+        await relay.http.post(chat_path(session), json=said("hi"))
+        files = {}
+        for form in ("json", "safetensors"):
+            files[form] = (await relay.http.post(f"/sessions/{session}/samples", json={"format": form})).content
+            answer = await relay.http.post("/samples/verify", content=files[form])
+            assert (answer.status_code, answer.json()) == (200, {"valid": True, "problems": []})
+        export = json.loads(files["json"])
+        export["samples"][0]["tokens"][-1] += 1
+        answer = (await relay.http.post("/samples/verify", json=export)).json()
+        assert (answer["valid"], answer["problems"]) == (False, ["sample 0: turn 1 is not what was certified"])
+        for content in (b"", b"{}", files["safetensors"][:-9], b"PAR1", b"[" * 5000):
+            refused = await relay.http.post("/samples/verify", content=content)
+            assert refused.status_code in (422, 501), refused.text
+            assert error_of(refused)["code"] in ("samples_unusable", "unimplemented")
