@@ -309,6 +309,18 @@ async def test_stateless_requests_and_caches_are_no_rows(monkeypatch: pytest.Mon
 # Listeners
 
 
+async def test_only_so_many_may_listen_to_one_session_or_to_all_of_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "MAX_LISTENERS", 1)
+    async with serving(wordy_engine(forward_s=0), default_chat()) as server, client_of(server) as client:
+        session = await open_session(client)
+        for path in (f"/sessions/{session}/events", "/events"):
+            async with listening(client, path) as stream:
+                await stream.next()
+                refused = await client.get(path)
+                assert refusal_of(refused) == (429, "capacity_exhausted")
+                assert "1 clients listen here already" in refused.text
+
+
 async def test_a_client_that_leaves_is_forgotten(runtimes: list[Runtime]) -> None:
     async with serving(wordy_engine(forward_s=0), default_chat()) as server, client_of(server) as client:
         session = await open_session(client)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from holdfast.errors import Draining
+from holdfast.errors import CapacityExhausted, Draining
 from holdfast.generation import Event, Sampled
 from holdfast.sessions.history import SpanKind
 from holdfast.sessions.record import TurnRecord
@@ -18,6 +18,7 @@ from holdfast.sessions.session import Session
 
 MAX_EVENTS = 1024  # that a listener may have unread
 MAX_TOKENS = 16_384  # sampled ones among them
+MAX_LISTENERS = 64  # to one session, and of one owner to all of its sessions
 MAX_ROWS = 10_000  # changed and closed sessions that a listener to all sessions may have unread
 
 
@@ -189,7 +190,7 @@ class Watch:
 
     def listen(self, session_id: str) -> SessionListener:
         """To be given back."""
-        self._check_open()
+        self._check(len(self._sessions.get(session_id, ())))
         listener = SessionListener()
         self._sessions.setdefault(session_id, []).append(listener)
         return listener
@@ -202,7 +203,7 @@ class Watch:
 
     def listen_to_all(self, owner: str) -> ServerListener:
         """To be given back."""
-        self._check_open()
+        self._check(sum(listener.owner == owner for listener in self._servers))
         listener = ServerListener(owner)
         self._servers.append(listener)
         return listener
@@ -223,9 +224,12 @@ class Watch:
             for listener in listeners:
                 listener.end(Draining())
 
-    def _check_open(self) -> None:
+    def _check(self, num_listeners: int) -> None:
+        """Whether there may be one more."""
         if self._is_closed:
             raise Draining
+        if num_listeners >= MAX_LISTENERS:
+            raise CapacityExhausted(f"{MAX_LISTENERS} clients listen here already; close one of their streams first")
 
     # What operations tell
 
