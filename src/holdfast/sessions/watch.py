@@ -28,7 +28,7 @@ class NewTokens:
 
     position: int
     kind: SpanKind
-    ids: Sequence[int]
+    ids: list[int]
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     turn_id: str = ""
@@ -38,7 +38,7 @@ class NewTokens:
         """One that can take others over. Given tokens, which may be many, are shared."""
         if self.kind is not SpanKind.SAMPLED:
             return self
-        return replace(self, ids=[*self.ids], logprobs=[*self.logprobs], sampling_logprobs=[*self.sampling_logprobs])
+        return replace(self, ids=self.ids[:], logprobs=self.logprobs[:], sampling_logprobs=self.sampling_logprobs[:])
 
     def takes_over(self, more: "NewTokens") -> bool:
         """Whether `more` goes on from here, and is part of this now. Mutates."""
@@ -46,7 +46,7 @@ class NewTokens:
             return False
         if more.turn_id != self.turn_id or more.position != self.position + len(self.ids):
             return False
-        self.ids = [*self.ids, *more.ids]
+        self.ids += more.ids
         self.logprobs += more.logprobs
         self.sampling_logprobs += more.sampling_logprobs
         return True
@@ -104,13 +104,13 @@ class SessionListener:
         if self._is_over:
             return
         last = self._events[-1] if self._events else None
-        if isinstance(event, NewTokens) and event.kind is SpanKind.SAMPLED:
-            self._num_tokens += len(event.ids)
-        if isinstance(event, Changed) and isinstance(last, Changed):
-            self._events.pop()
-        if isinstance(event, NewTokens) and not (isinstance(last, NewTokens) and last.takes_over(event)):
-            self._events.append(event.copy())
-        elif not isinstance(event, NewTokens):
+        if isinstance(event, NewTokens):
+            self._num_tokens += len(event.ids) if event.kind is SpanKind.SAMPLED else 0
+            if not (isinstance(last, NewTokens) and last.takes_over(event)):
+                self._events.append(event.copy())
+        else:
+            if isinstance(event, Changed) and isinstance(last, Changed):
+                self._events.pop()
             self._events.append(event)
         if len(self._events) > MAX_EVENTS or self._num_tokens > MAX_TOKENS:
             self._events.clear()
@@ -265,7 +265,7 @@ class Watch:
     def given(self, session: Session, position: int, tokens: Sequence[int]) -> None:
         """A session of raw tokens was given some."""
         if session.kind == "tokens" and tokens and session.id in self._sessions:
-            self.tell(session.id, NewTokens(position=position, kind=SpanKind.GIVEN, ids=tokens))
+            self.tell(session.id, NewTokens(position=position, kind=SpanKind.GIVEN, ids=list(tokens)))
         if self._servers:
             self._note_row(session)
 

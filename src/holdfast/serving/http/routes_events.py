@@ -1,5 +1,6 @@
 """Routes that tell what goes on, as server-sent events: in one session, or in all sessions of an owner."""
 
+import asyncio
 import itertools
 import statistics
 import time
@@ -27,6 +28,7 @@ TICK_S = 1.0
 MAX_ROWS = 200  # in one tick; the others come with the next ones
 _MAX_IDS = 4096  # tokens in one event
 _TIMES = StreamTimes(ping_s=15)  # a listener that does not read is dropped when it lags
+_GATHER_S = 0.02  # between two looks at what has come: tokens of a fast generation come as one event
 _FRESH_S = 0.5
 _SPAN_S = 5.0  # over which tokens per second are measured
 _RECENT_S = 10.0  # over which the time to first token is
@@ -73,6 +75,7 @@ class EventRoutes:
                         yield self._encoded(one)
                     if isinstance(one, Closed | Lagged):
                         return
+                await asyncio.sleep(_GATHER_S)
                 events = await listener.take()
         finally:
             self._watch.leave(session_id, listener)
@@ -94,7 +97,7 @@ class EventRoutes:
         tokenizer, chunks = self._chats.setup.chat.tokenizer, []
         for first in range(0, len(one.ids), _MAX_IDS):
             part = slice(first, first + _MAX_IDS)
-            ids = list(one.ids[part])
+            ids = one.ids[part]
             value: Json = {
                 "position": one.position + first,
                 "kind": one.kind,
