@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.bench import (
+    beside_servers,
     capacity,
     engine_speed,
     long_session,
@@ -39,6 +40,7 @@ SCENARIOS = (
     capacity.SCENARIO,
     resting.SCENARIO,
     quality.scenario(build_engine),
+    beside_servers.SCENARIO,
     engine_speed.DECODE,
     engine_speed.PREFILL,
     speculation.SCENARIO,
