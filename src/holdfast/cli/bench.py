@@ -53,7 +53,7 @@ _COLOURS: dict[Verdict, str] = {"better": "green", "worse": "red", "changed": "y
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="run and compare benchmarks", description=__doc__)
+    parser = commands.add_parser("bench", description=__doc__)
     actions = parser.add_subparsers(title="scenarios", required=True, metavar="NAME")
     for scenario in SCENARIOS:
         _add(actions, scenario)

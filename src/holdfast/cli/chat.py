@@ -50,7 +50,7 @@ _DESCRIPTION = """Chat with a model in the terminal, in one session that compute
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="chat with a model in the terminal", description=_DESCRIPTION)
+    parser = commands.add_parser("chat", description=_DESCRIPTION)
     parser.add_argument("prompt", nargs="?", help="one question, answered on stdout (default: an interactive chat)")
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: %(default)s)")
     parser.add_argument(

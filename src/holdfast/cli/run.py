@@ -66,7 +66,6 @@ more, or put an upstream behind it. The exit code is the command's own."""
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
-        help="run an agent on a session and show what was recorded",
         description="Run a command, an agent, on a session of its own that records every turn: on the server that\n"
         "--server names, or on one that is started for it and stopped afterwards. Then show the session's tree.",
         epilog=_EXAMPLES,

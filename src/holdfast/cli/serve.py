@@ -60,7 +60,6 @@ _NOT_YET = ("block_size", "num_diffusion_steps")
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve sessions over gRPC and HTTP",
         description="Serve token sessions over gRPC, and chat sessions with the OpenAI API over HTTP.",
         epilog="Every setting is also an environment variable (HOLDFAST_RECENT=4096) and a key of the file given with "
         "--config (recent = 4096).",
