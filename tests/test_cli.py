@@ -390,6 +390,13 @@ def test_what_needs_no_command_imports_nothing_but_our_settings(words: list[str]
     assert not {"numpy", "rich", "msgspec", "grpc", "aiohttp", "starlette", "uvicorn", "jinja2", "torch"} & set(loaded)
 
 
+def test_serving_our_own_engine_imports_neither_torch_nor_a_client_for_upstreams() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _LOADED, "serve", "--help"], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "aiohttp", "openai"} & set(done.stderr.splitlines()[-1].split())
+
+
 def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

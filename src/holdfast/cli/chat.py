@@ -27,12 +27,11 @@ from holdfast.cli.client import (
     async_client,
     full_session_id,
     is_grpc,
-    own_command,
     server_errors,
 )
 from holdfast.cli.conversation import Conversation, Notice, TextConversation, TokenConversation, Waiting
 from holdfast.cli.token_sessions import LocalSession, ServerSession
-from holdfast.cli.usage import MODEL_HELP
+from holdfast.cli.usage import MODEL_HELP, own_command
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, HoldfastError

@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.bench.processes import ServerProcess
-from holdfast.cli.client import HttpServer, ServerError, add_tls_flags, own_command
-from holdfast.cli.usage import MODEL_HELP
+from holdfast.cli.client import HttpServer, ServerError, add_tls_flags
+from holdfast.cli.usage import MODEL_HELP, own_command
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
