@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import httpx
 
+from holdfast.backends.passthrough import parse_routes
 from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.config import ServeConfig, UpstreamConfig
 from holdfast.metrics import Metrics

@@ -17,6 +17,7 @@ from typing import Any, Self
 import httpx
 import pytest
 
+from holdfast import cli
 from holdfast.cli import main
 from holdfast.cli.usage import check_environment
 from holdfast.models import GGUFSource, open_model
@@ -368,3 +369,46 @@ def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
     pipeline = f"{sys.executable} -m holdfast.cli models info | head -c 1"
     done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
+
+
+# What a command imports
+
+_LOADED = """
+import contextlib, sys
+from holdfast.cli import main
+with contextlib.suppress(SystemExit):
+    main(sys.argv[1:])
+print(*sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], [], ["no-such-command"]], ids=str)
+def test_what_needs_no_command_imports_nothing_but_our_settings(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-I", "-c", _LOADED, *words], capture_output=True, text=True, check=True)
+    loaded = done.stderr.splitlines()[-1].split()
+    assert "holdfast" in loaded
+    assert not {"numpy", "rich", "msgspec", "grpc", "aiohttp", "starlette", "uvicorn", "jinja2", "torch"} & set(loaded)
+
+
+def test_serving_our_own_engine_imports_neither_torch_nor_a_client_for_upstreams() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _LOADED, "serve", "--help"], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "aiohttp", "openai"} & set(done.stderr.splitlines()[-1].split())
+
+
+def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    folder = Path(cli.__file__).parent
+    files = [file.stem for file in folder.glob("*.py") if "\ndef register(" in file.read_text()]
+    assert len(files) == 10
+    for name in files:
+        assert re.search(rf"^    {name} +\w", shown, re.MULTILINE), name
+
+
+def test_a_flag_before_a_command_is_judged_by_that_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--jsn", "doctor"])
+    assert "did you mean --json?" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.backends import transport as transports
+from holdfast.backends.passthrough import client_headers, match_route, parse_routes
 from holdfast.backends.probe import probe
 from holdfast.backends.sglang import SGLangBackend
 from holdfast.backends.transport import Transport
@@ -593,7 +594,7 @@ async def test_a_request_that_may_have_been_read_is_not_sent_again(pair: Pair) -
 
 async def test_headers_that_http_cannot_carry_are_left_out() -> None:
     headers = [("x-odd", "a\x01b"), ("x-null", "a\x00"), ("bad name", "1"), ("x-del", "\x7f"), ("X-Fine", "\xe9\t1")]
-    assert transports.client_headers(headers) == {"x-fine": "\xe9\t1"}
+    assert client_headers(headers) == {"x-fine": "\xe9\t1"}
 
 
 async def collected(runtime: Runtime, session_id: str, *, tokens: Any = (), max_tokens: int = 8) -> list[Event]:
@@ -640,14 +641,14 @@ async def collected(runtime: Runtime, session_id: str, *, tokens: Any = (), max_
     ],
 )
 def test_only_listed_paths_are_open(method: str, path: str, target: str | None) -> None:
-    routes = transports.parse_routes("get:metrics, POST:/v1/score")
-    assert transports.match_route(routes, method, path) == target
+    routes = parse_routes("get:metrics, POST:/v1/score")
+    assert match_route(routes, method, path) == target
 
 
 @pytest.mark.parametrize("text", ["metrics", "GET:", "GET:a//b", "GET:../x", "GET:a b", "G ET:x", ":x"])
 def test_a_route_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
-        transports.parse_routes(text)
+        parse_routes(text)
 
 
 async def test_forwarding_filters_headers_both_ways() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
+from holdfast.backends.passthrough import carried_headers
 from holdfast.backends.probe import ProbeReport, TokenSample, probe
 from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.transport import carried_headers
 from holdfast.backends.upstream import UpstreamBackend, upstream_model_info
 from holdfast.backends.vllm import VLLMBackend
 from holdfast.chats.samples.certificate import problems

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from holdfast.engine import stream as stream_module
 from holdfast.engine.interface import Row
+from holdfast.engine.run import Run
 from holdfast.engine.scheduler import Scheduler
+from holdfast.engine.sequences import Sequences
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.snapshot import decode, encode
 from holdfast.engine.stream import Stream
@@ -195,6 +197,22 @@ async def test_prompts_take_turns_so_a_short_one_overtakes_a_long_one(worker: Wo
         quick = group.create_task(worker.append(short, [2] * 20))
         await quick
         assert not slow.done()
+
+
+def test_short_prompts_that_come_together_end_in_the_order_in_which_they_came() -> None:
+    sequences = Sequences(WatchedEngine(), max_batch=64, max_recompute_tokens=0)
+    first_tokens: list[int] = []
+    for number in range(4):
+        sequences.open(number, 4)
+        sequences.get(number).append([1] * 6)  # a chunk has 8
+        sequences.start(Run(sequences.get(number), lambda event, n=number: first_tokens.append(n), greedy(1)))
+    num_steps = 0
+    while len(sequences.scheduler):
+        sequences.end_finished()
+        sequences.step()
+        num_steps += 1
+    assert list(dict.fromkeys(first_tokens)) == [0, 1, 2, 3]
+    assert num_steps == 3
 
 
 async def test_neighbours_do_not_change_the_tokens(worker: Worker) -> None:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.backends.fields import left_out, parse_fields
+from holdfast.backends.passthrough import affinity, client_headers
 from holdfast.backends.probe import PROBE, ProbeReport, TokenSample, probe
 from holdfast.backends.servers import Server, Servers
-from holdfast.backends.transport import accepted, affinity, client_headers, forward, refusal
+from holdfast.backends.transport import accepted, forward, refusal
 from holdfast.backends.upstream_sequences import UpstreamSequences
 from holdfast.backends.validation import PAYLOADS, Asked, CheckedReply, decoded
 from holdfast.config import UpstreamConfig

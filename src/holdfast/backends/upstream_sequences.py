@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from holdfast.backends.passthrough import affinity
 from holdfast.backends.servers import Server, Servers
-from holdfast.backends.transport import Events, Overloaded, affinity
+from holdfast.backends.transport import Events, Overloaded
 from holdfast.backends.validation import check_limit
 from holdfast.config import UpstreamConfig
 from holdfast.errors import (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from holdfast.bench.conversation import SYSTEM, TIMEOUT_S, OpenAIChat, OpenAIServer, SdkChat, TimedReply, question_of
 from holdfast.bench.gates import Gate, all_right, control, kv_bounded, prefill_bounded, share_at_least
 from holdfast.bench.machine import resident_bytes
-from holdfast.bench.processes import ProcessFailed, RunningServer, serving
+from holdfast.bench.processes import ProcessFailed, RunningServer, listening_process, serving
 from holdfast.bench.report import Better, Report, Results
 from holdfast.bench.runner import Chart, Scenario, command_of
 from holdfast.bench.turn_series import TurnMeasurement, aggregate_run, in_buckets, turns_of, unit_of
@@ -201,22 +201,12 @@ def _summarize(results: Results) -> None:
 def _server(settings: LongSessionSettings) -> Iterator[RunningServer]:
     """The server that the settings name, or one that is started for as long as the context lasts."""
     if settings.server:
-        pid = settings.pid or _listening_process(settings.server)
+        if not (pid := settings.pid or listening_process(settings.server)):
+            raise ConfigError(f"cannot find the process that listens at {settings.server}; pass its id with --pid")
         yield RunningServer(http=settings.http.rstrip("/"), grpc=settings.server, pid=pid)
         return
     with serving(*settings.server_flags()) as server:
         yield server
-
-
-def _listening_process(address: str) -> int:
-    port = int(address.rpartition(":")[2])
-    with contextlib.suppress(ImportError, OSError):
-        import psutil  # type: ignore[import-untyped]
-
-        for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
-                return int(found.pid)
-    raise ConfigError(f"cannot find the process that listens at {address}; pass its id with --pid")
 
 
 class _LongSessionRun:

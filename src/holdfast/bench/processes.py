@@ -9,11 +9,13 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -34,6 +36,8 @@ from holdfast.bench.processes import stop_when_stdin_ends
 stop_when_stdin_ends()
 runpy.run_module("holdfast.cli", run_name="__main__")
 """
+# A program that knows nothing of us, ended when its stdin is: `$$` is its process id, too.
+_EXEC_UNTIL_STDIN_ENDS = 'exec 3<&0; (cat <&3 >/dev/null; kill $$) & exec "$@" 3<&- </dev/null'
 _ADDRESSES = re.compile(r"gRPC +(\S+)\n(?:.*\n)*? +metrics +(http://\S+)/metrics")
 
 T = TypeVar("T")
@@ -156,8 +160,49 @@ class RunningServer:
     pid: int
 
 
-class ServerProcess(_ChildProcess):
-    """`holdfast serve` on free ports. Whoever creates it ends it with `stop` or `kill`."""
+class _StoppableProcess(_ChildProcess):
+    """A server. Whoever creates it ends it with `stop` or `kill`."""
+
+    def stop(self) -> int:
+        """SIGTERM; blocks until the process has ended, and gives its exit code."""
+        try:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_SERVER_END_S)
+        finally:  # a second Ctrl-C ends the wait, and the process all the same
+            self.kill()
+        return self._process.returncode
+
+
+class ForeignServer(_StoppableProcess):
+    """Another HTTP server, for as long as the context lasts. `command` gets the address that it is to listen at."""
+
+    def __init__(self, name: str, command: Callable[[str, int], Sequence[str]]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            host, port = free.getsockname()
+        self.url = f"http://{host}:{port}"
+        words = ["sh", "-c", _EXEC_UNTIL_STDIN_ENDS, "sh", *command(host, port)]
+        super().__init__(name, words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def wait_until_healthy(self) -> None:
+        """Blocks until GET /health is answered with success."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=_SERVER_END_S):
+                return
+            time.sleep(_POLL_S)
+        raise self._failed("did not start")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+
+class ServerProcess(_StoppableProcess):
+    """`holdfast serve` on free ports."""
 
     def __init__(self, *flags: str) -> None:
         addresses = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
@@ -185,16 +230,6 @@ class ServerProcess(_ChildProcess):
         """The last line of its stderr. Not after `stop` or `kill`."""
         return (self._stderr().strip().splitlines() or [""])[-1]
 
-    def stop(self) -> int:
-        """SIGTERM; blocks until the process has ended, and gives its exit code."""
-        try:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_SERVER_END_S)
-        finally:  # a second Ctrl-C ends the wait, and the process all the same
-            self.kill()
-        return self._process.returncode
-
 
 def stop_when_stdin_ends() -> None:
     """In a server of a bench: SIGTERM to this process once the bench has ended, even by SIGKILL."""
@@ -215,3 +250,15 @@ def serving(*flags: str) -> Iterator[RunningServer]:
         yield server.wait_until_served()[0]
     finally:
         server.stop()
+
+
+def listening_process(address: str) -> int:
+    """The id of the process that listens at HOST:PORT on this machine; 0 if it cannot be found."""
+    port = int(address.rpartition(":")[2])
+    with contextlib.suppress(ImportError, OSError):
+        import psutil  # type: ignore[import-untyped]
+
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+                return int(found.pid)
+    return 0

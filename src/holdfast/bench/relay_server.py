@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Literal, TypeVar, get_args
 
 from holdfast.backends import validation
+from holdfast.backends.passthrough import parse_routes
 from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.transport import parse_routes
 from holdfast.backends.upstream import DecodeQueue, upstream_model_info
 from holdfast.bench.machine import own_cpu_s, resident_bytes
 from holdfast.bench.processes import obey, run_helper

@@ -10,7 +10,18 @@ from holdfast import __version__
 from holdfast.cli import usage
 from holdfast.errors import HoldfastError, InvalidArgument
 
-_COMMANDS = ("serve", "run", "chat", "sessions", "samples", "journal", "models", "cluster", "bench", "doctor")
+_COMMANDS = {  # and what the help says of them: it imports none of them, which would take seconds
+    "serve": "serve sessions over gRPC and HTTP",
+    "run": "run an agent on a session and show what was recorded",
+    "chat": "chat with a model in the terminal",
+    "sessions": "list, show, search, close, export, import and purge sessions",
+    "samples": "check, show and convert exported samples",
+    "journal": "check, copy and migrate a data directory or a database",
+    "models": "list, pull, delete, verify and inspect models",
+    "cluster": "run members of a cluster on Ray",
+    "bench": "run and compare benchmarks",
+    "doctor": "check what this machine can run",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     words = sys.argv[1:] if argv is None else argv
-    named = [word for word in words[:1] if word in _COMMANDS]
-    for command in named or _COMMANDS:  # the others need not be imported, which takes longer than most commands
-        import_module(f"holdfast.cli.{command}").register(commands)
+    if (named := _named(words)) is None:
+        for command, about in _COMMANDS.items():
+            commands.add_parser(command, help=about)
+    else:
+        import_module(f"holdfast.cli.{named}").register(commands)
     usage.shorten(parser)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
@@ -46,3 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
+
+
+def _named(words: Sequence[str]) -> str | None:
+    """The command that is to run; None if there is none, or a flag before it ends the program."""
+    for word in words:
+        if word in _COMMANDS:
+            return word
+        if word in ("-h", "--help", "--version"):
+            return None
+    return None

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.bench import (
+    beside_servers,
     capacity,
     engine_speed,
     long_session,
@@ -39,6 +40,7 @@ SCENARIOS = (
     capacity.SCENARIO,
     resting.SCENARIO,
     quality.scenario(build_engine),
+    beside_servers.SCENARIO,
     engine_speed.DECODE,
     engine_speed.PREFILL,
     speculation.SCENARIO,
@@ -51,7 +53,7 @@ _COLOURS: dict[Verdict, str] = {"better": "green", "worse": "red", "changed": "y
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="run and compare benchmarks", description=__doc__)
+    parser = commands.add_parser("bench", description=__doc__)
     actions = parser.add_subparsers(title="scenarios", required=True, metavar="NAME")
     for scenario in SCENARIOS:
         _add(actions, scenario)

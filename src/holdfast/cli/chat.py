@@ -27,12 +27,11 @@ from holdfast.cli.client import (
     async_client,
     full_session_id,
     is_grpc,
-    own_command,
     server_errors,
 )
 from holdfast.cli.conversation import Conversation, Notice, TextConversation, TokenConversation, Waiting
 from holdfast.cli.token_sessions import LocalSession, ServerSession
-from holdfast.cli.usage import MODEL_HELP
+from holdfast.cli.usage import MODEL_HELP, own_command
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, add_flags, from_arguments
 from holdfast.engine.factory import build_worker
 from holdfast.errors import ConfigError, HoldfastError
@@ -50,7 +49,7 @@ _DESCRIPTION = """Chat with a model in the terminal, in one session that compute
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="chat with a model in the terminal", description=_DESCRIPTION)
+    parser = commands.add_parser("chat", description=_DESCRIPTION)
     parser.add_argument("prompt", nargs="?", help="one question, answered on stdout (default: an interactive chat)")
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: %(default)s)")
     parser.add_argument(

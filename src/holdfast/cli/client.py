@@ -8,13 +8,9 @@ import asyncio
 import contextlib
 import json
 import os
-import shlex
-import shutil
 import ssl
-import sys
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
@@ -59,15 +55,6 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def _addresses(given: str) -> list[str]:
     """What is separated by commas."""
     return [each.strip() for each in given.split(",") if each.strip()] or [given]
-
-
-def own_command() -> str:
-    """The command that runs this program here."""
-    if sys.argv[0].endswith(".py"):
-        return f"{shlex.quote(sys.executable)} -m holdfast.cli"
-    found = shutil.which("holdfast")  # which may be another program of that name
-    is_this = found and Path(found).resolve() == Path(sys.argv[0]).resolve()
-    return "holdfast" if is_this else shlex.quote(sys.argv[0])
 
 
 def full_session_id(start: str, session_ids: Iterable[str]) -> str:

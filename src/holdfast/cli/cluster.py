@@ -47,7 +47,7 @@ class ClusterFailed(HoldfastError):
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("cluster", help="run members of a cluster on Ray", description=__doc__)
+    parser = commands.add_parser("cluster", description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
     def action(name: str, help: str, run: Any, description: str | None = None) -> argparse.ArgumentParser:

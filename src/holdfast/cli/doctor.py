@@ -67,7 +67,6 @@ class Diagnosis:
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check what this machine can run",
         description="What this machine can run and what is missing. Exits with 0 if `holdfast serve` would start.",
     )
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve (default: %(default)s)")

@@ -33,8 +33,7 @@ _BLOBS = "where a database keeps long requests and replies, as in `holdfast serv
 
 
 def register(commands: Any) -> None:
-    about = "check, copy and migrate a data directory or a database"
-    parser = commands.add_parser("journal", help=about, description=__doc__)
+    parser = commands.add_parser("journal", description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
     def action(name: str, help: str, run: Any, description: str) -> argparse.ArgumentParser:

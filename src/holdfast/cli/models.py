@@ -22,7 +22,7 @@ _MB = 1_000_000
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("models", help="list, pull, delete, verify and inspect models", description=__doc__)
+    parser = commands.add_parser("models", description=__doc__)
     parser.set_defaults(run=_list)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     listing = actions.add_parser("list", help="list the bundled models, and those of the hub in its local cache")

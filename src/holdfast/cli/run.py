@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.bench.processes import ServerProcess
-from holdfast.cli.client import HttpServer, ServerError, add_tls_flags, own_command
-from holdfast.cli.usage import MODEL_HELP
+from holdfast.cli.client import HttpServer, ServerError, add_tls_flags
+from holdfast.cli.usage import MODEL_HELP, own_command
 from holdfast.config import (
     DEFAULT_MODEL,
     GROUPS,
@@ -66,7 +66,6 @@ more, or put an upstream behind it. The exit code is the command's own."""
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
-        help="run an agent on a session and show what was recorded",
         description="Run a command, an agent, on a session of its own that records every turn: on the server that\n"
         "--server names, or on one that is started for it and stopped afterwards. Then show the session's tree.",
         epilog=_EXAMPLES,

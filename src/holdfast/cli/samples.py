@@ -18,7 +18,7 @@ _SUFFIXES = {Trainer.TRL: "json", Trainer.SKYRL: "json", Trainer.VERL: "safetens
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("samples", help="check, show and convert exported samples", description=__doc__)
+    parser = commands.add_parser("samples", description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     verify = actions.add_parser(
         "verify", help="check certificates and loss masks; exits with 1 if a file has a problem"

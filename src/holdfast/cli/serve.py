@@ -7,24 +7,19 @@ import logging
 import shlex
 from collections.abc import Container, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.markup import escape
 
 from holdfast.backends.embedded import EmbeddedBackend, describe
-from holdfast.backends.probe import SAMPLE_TEXT, TokenSample
-from holdfast.backends.sglang import SGLangBackend
-from holdfast.backends.transport import parse_routes
-from holdfast.backends.upstream import DEFAULT_CONTEXT, UpstreamBackend, upstream_model_info
-from holdfast.backends.vllm import VLLMBackend
+from holdfast.backends.passthrough import parse_routes
 from holdfast.chat.chat_model import load_chat
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.cli.checks import require_fit
-from holdfast.cli.client import own_command
 from holdfast.cli.supervision import ChildReport, ParentLink
-from holdfast.cli.usage import MODEL_HELP, HelpAll, refuse_unknown
+from holdfast.cli.usage import MODEL_HELP, HelpAll, own_command, refuse_unknown
 from holdfast.cli.workers import PER_WORKER, run_workers
 from holdfast.config import (
     DEFAULT_MODEL,
@@ -50,6 +45,10 @@ from holdfast.serving.lifecycle import Chat, ServerAddresses, serve
 from holdfast.serving.logs import RepeatLimit
 from holdfast.sessions.ports import ServedBackend
 
+if TYPE_CHECKING:
+    from holdfast.backends.probe import TokenSample
+    from holdfast.backends.upstream import UpstreamBackend
+
 _BASIC = (  # what the short help shows
     *("http", "grpc", "keys_file", "data_dir", "backend"),
     *("device", "dtype", "sessions", "recent", "upstream"),
@@ -60,7 +59,6 @@ _NOT_YET = ("block_size", "num_diffusion_steps")
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve sessions over gRPC and HTTP",
         description="Serve token sessions over gRPC, and chat sessions with the OpenAI API over HTTP.",
         epilog="Every setting is also an environment variable (HOLDFAST_RECENT=4096) and a key of the file given with "
         "--config (recent = 4096).",
@@ -224,7 +222,11 @@ def _embedded(source: ModelSource, server: ServeConfig, engine: EngineConfig, me
     return EmbeddedBackend(worker, replace(model, name=server.served_model_name or model.name))
 
 
-def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, metrics: Metrics) -> UpstreamBackend:
+def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, metrics: Metrics) -> "UpstreamBackend":
+    from holdfast.backends.sglang import SGLangBackend  # here: a server with an engine of its own needs none of this
+    from holdfast.backends.upstream import DEFAULT_CONTEXT, upstream_model_info
+    from holdfast.backends.vllm import VLLMBackend
+
     model = upstream_model_info(
         name=server.served_model_name or source.name,
         vocab_size=source.vocab_size,
@@ -239,8 +241,10 @@ def _remote(source: ModelSource, server: ServeConfig, config: UpstreamConfig, me
     return kind(config, model, metrics=metrics, routing=shape)
 
 
-def _sample(source: ModelSource, chat: Chat) -> TokenSample | None:
+def _sample(source: ModelSource, chat: Chat) -> "TokenSample | None":
     """Text that the upstream must read as we do; None where the vocabulary cannot express it."""
+    from holdfast.backends.probe import SAMPLE_TEXT, TokenSample
+
     with contextlib.suppress(InvalidArgument):
         return TokenSample(source.name, SAMPLE_TEXT, tuple(chat.model.tokenizer.encode(SAMPLE_TEXT)))
     return None

@@ -51,8 +51,7 @@ _SHOWN = 10
 
 
 def register(commands: Any) -> None:
-    about = "list, show, search, close, export, import and purge sessions"
-    parser = commands.add_parser("sessions", help=about, description=__doc__)
+    parser = commands.add_parser("sessions", description=__doc__)
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
     def action(name: str, help: str, run: Any, description: str | None = None) -> argparse.ArgumentParser:

@@ -3,8 +3,11 @@
 import argparse
 import difflib
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.config import ENVIRONMENT_PREFIX, VARIABLES
@@ -119,3 +122,12 @@ def is_agreed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("stdin is not a terminal; pass --yes to confirm")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def own_command() -> str:
+    """The command that runs this program here."""
+    if sys.argv[0].endswith(".py"):
+        return f"{shlex.quote(sys.executable)} -m holdfast.cli"
+    found = shutil.which("holdfast")  # which may be another program of that name
+    is_this = found and Path(found).resolve() == Path(sys.argv[0]).resolve()
+    return "holdfast" if is_this else shlex.quote(sys.argv[0])

@@ -27,7 +27,8 @@ class Plan:
 class Scheduler:
     """Every decoding run gets one token per step. Prompts share one chunk per step and take turns to be first in it.
 
-    A run whose caller does not keep up with reading waits until it does."""
+    A prompt that was begun and fits into the next chunk keeps its place, so that short ones end in the order in which
+    they came. A run whose caller does not keep up with reading waits until it does."""
 
     def __init__(self, *, prefill_chunk: int, max_batch: int) -> None:
         self._prefill_chunk = prefill_chunk
@@ -61,7 +62,8 @@ class Scheduler:
             if num > 0:
                 prefilling.append(Work(run, num))
                 budget -= num
-        self._rotate(decoding + [work.run for work in prefilling])
+        long = [run for run, num, _ in prefilling if not 0 < run.num_to_compute - num <= self._prefill_chunk]
+        self._rotate(decoding + long)
         return Plan([Work(run, 1) for run in decoding], prefilling)
 
     def _rotate(self, served: list[Run]) -> None:

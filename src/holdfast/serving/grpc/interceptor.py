@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from holdfast.backends.transport import carried, carried_headers
+from holdfast.backends.passthrough import carried, carried_headers
 from holdfast.errors import (
     Draining,
     Fenced,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from holdfast.backends.transport import carried, carried_headers
+from holdfast.backends.passthrough import carried, carried_headers
 from holdfast.chats.service import ChatService
 from holdfast.chats.stateless import StatelessReplies
 from holdfast.config import ServeConfig

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from holdfast.backends.transport import Routes, match_route
+from holdfast.backends.passthrough import Routes, match_route
 from holdfast.chats.events import ChatRequest, TurnRequest
 from holdfast.chats.retry import IdempotencyKey
 from holdfast.chats.service import ChatService
