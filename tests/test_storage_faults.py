@@ -314,7 +314,7 @@ class Disk:
 
             def call(*values: Any, **options: Any) -> Any:
                 result = plain(*values, **options)
-                if name == "fsync":
+                if name in ("fsync", "fdatasync"):
                     self.sync(*values)
                 on_change()
                 return result
@@ -322,7 +322,7 @@ class Disk:
             return call
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("open", "mkdir", "write", "pwrite", "ftruncate", "replace", "unlink", "fsync"):
+            for name in ("open", "mkdir", "write", "pwrite", "ftruncate", "replace", "unlink", "fsync", "fdatasync"):
                 patch.setattr(os, name, wrapped(name))
             yield
 

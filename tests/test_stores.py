@@ -88,8 +88,10 @@ def test_only_the_owner_may_read_a_directory_of_blobs_and_it_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    for name, sync in (("fsync", os.fsync), ("fdatasync", os.fdatasync)):
+        monkeypatch.setattr(
+            os, name, lambda file, sync=sync: (synced.append(os.readlink(f"/proc/self/fd/{file}")), sync(file))
+        )
     os.umask(before := os.umask(0o022))
     blobs = DirectoryBlobs(tmp_path / "blobs")
     blobs.put(KEYS[0], b"secret")

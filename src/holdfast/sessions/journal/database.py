@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from holdfast.sessions.record import Stored
 
-_ROWS_AT_ONCE = (32, 16, 8, 4, 2, 1)  # few sizes, so that few statements have to be prepared
+_ROWS_AT_ONCE = 32  # each number of rows is a statement of its own, which the connection keeps prepared
 
 
 class Row(Protocol):
@@ -25,9 +25,9 @@ class Database(Protocol):
 
     def execute(self, query: str, *values: object) -> None: ...
 
-    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
-        """Note of turns, each by session and number, that they were delivered, and flip the bits of `mask` in their
-        sums. How many were changed: those without a reward of which it was not noted before."""
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> None:
+        """Note of turns, each by session and number, that they were delivered, and flip the bits of `mask` in the sums
+        of those of which it was not noted before."""
 
     def insert(self, rows: Mapping[str, Sequence[Sequence[Stored]]]) -> None:
         """Rows by table, with all columns of the table in their order."""
@@ -53,12 +53,15 @@ class SqliteDatabase:
     def execute(self, query: str, *values: object) -> None:
         self._connection.execute(query, values)
 
-    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
-        return self._connection.executemany(
-            f"UPDATE turns SET is_delivered = 1, checksum = (checksum | {mask}) - (checksum & {mask})"
-            " WHERE session = ? AND number = ? AND is_delivered = 0 AND reward IS NULL",
-            turns,
-        ).rowcount
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> None:
+        for start in range(0, len(turns), _ROWS_AT_ONCE):
+            some = turns[start : start + _ROWS_AT_ONCE]
+            self._connection.execute(
+                f"UPDATE turns SET is_delivered = 1, checksum = (checksum | {mask}) - (checksum & {mask})"
+                " WHERE is_delivered = 0 AND rowid IN (SELECT turns.rowid FROM"
+                f" (VALUES {', '.join(['(?, ?)'] * len(some))}) JOIN turns ON session = column1 AND number = column2)",
+                [value for turn in some for value in turn],
+            )
 
     def insert(self, rows: Mapping[str, Sequence[Sequence[Stored]]]) -> None:
         """Many rows in one statement: each call into SQLite releases the GIL and has to wait to get it back. With one
@@ -67,13 +70,11 @@ class SqliteDatabase:
             self._insert(table, of_table)
 
     def _insert(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
-        start = 0
-        for size in _ROWS_AT_ONCE:
-            while len(rows) - start >= size:
-                row = f"({', '.join('?' * len(rows[0]))})"
-                values = [value for row_values in rows[start : start + size] for value in row_values]
-                self._connection.execute(f"INSERT INTO {table} VALUES {', '.join([row] * size)}", values)
-                start += size
+        row = f"({', '.join('?' * len(rows[0]))})"
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[start : start + _ROWS_AT_ONCE]
+            values = [value for row_values in some for value in row_values]
+            self._connection.execute(f"INSERT INTO {table} VALUES {', '.join([row] * len(some))}", values)
 
     def next_step(self) -> int:
         if self._last_step is None:

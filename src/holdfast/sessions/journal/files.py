@@ -18,7 +18,7 @@ def sync(file: int) -> None:
     if _FULL_SYNC is not None:
         fcntl.fcntl(file, _FULL_SYNC)
     else:
-        os.fsync(file)
+        os.fdatasync(file)  # with its length, without its times
 
 
 def sync_directory(directory: Path) -> None:

@@ -141,11 +141,11 @@ class PostgresDatabase:
     def execute(self, query: str, *values: object) -> None:
         self._statements.send(numbered(query), values)
 
-    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> int:
-        return self._statements.change(
+    def deliver(self, turns: Sequence[tuple[str, int]], mask: int) -> None:
+        self._statements.send(
             b"UPDATE turns SET is_delivered = 1, checksum = checksum # $3"
             b" FROM unnest($1::text[], $2::bigint[]) AS delivered (in_session, turn)"
-            b" WHERE session = in_session AND number = turn AND is_delivered = 0 AND reward IS NULL",
+            b" WHERE session = in_session AND number = turn AND is_delivered = 0",
             [Texts(session for session, _ in turns), Integers(number for _, number in turns), mask],
         )
 

@@ -118,11 +118,6 @@ class Statements:
         self._values.set_pgresult(result)
         return self._values.load_rows(0, result.ntuples, lambda row: dict(zip(columns, row, strict=True)))
 
-    def change(self, query: bytes, values: Sequence[object] = ()) -> int:
-        """How many rows were changed."""
-        self.send(query, values)
-        return self._answer().command_tuples or 0
-
     def _answer(self) -> PGresult:
         """To the last statement that was sent. Raises the error of the first one that failed."""
         self._pgconn.send_flush_request()

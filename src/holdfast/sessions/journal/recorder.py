@@ -42,7 +42,8 @@ _TABLES = ("bodies", "turns", "spans")  # rows refer to those of earlier tables
 
 PlaceBody = Callable[[TurnRecorded, bytes], tuple[Stored, int] | None]
 
-_DELIVERED = checksum_of(None, 0) ^ checksum_of(None, 1)  # what delivering adds to the sum of a turn without a reward
+# What delivering flips in the sum of a turn, whatever its reward: CRC-32 is linear, and only the last digit changes.
+_DELIVERED = checksum_of(None, 0) ^ checksum_of(None, 1)
 
 
 class Recorder:
@@ -104,7 +105,7 @@ class Recorder:
         self._rows.flush()
         delivered, self._delivered = self._delivered, []
         if delivered:
-            self._deliver(delivered)
+            self._db.deliver(delivered, _DELIVERED)
 
     def discard(self) -> None:
         """What was recorded and not committed is forgotten."""
@@ -203,12 +204,6 @@ class Recorder:
         if self.member is not None:
             query = "UPDATE sessions SET member = NULL WHERE id = ?1 AND member = ?2"
             self._db.execute(query, session_id, self.member)
-
-    def _deliver(self, turns: Sequence[tuple[str, int]]) -> None:
-        """As `_change_turn`, in one call for all of which nothing else has changed: nearly always."""
-        if self._db.deliver(turns, _DELIVERED) != len(turns):
-            for session_id, number in turns:
-                self._change_turn(session_id, number, is_delivered=1)
 
     def _rest(self, entry: SessionRested) -> None:
         """The summary names the last step that it counts: once there is another, it does not hold any more."""

@@ -38,6 +38,7 @@ TURN_FIELDS = (
 )
 TURN_STATE = ("reward", "is_delivered")
 
+_KINDS = {kind: kind.__name__.encode() for kind in (bytes, str, int, float, bool, type(None))}
 _COPIED_BYTES = 16 * 1024  # longer values are summed in place instead of being copied
 
 
@@ -53,8 +54,9 @@ def checksum_of(*values: Stored) -> int:
     checksum = 0
     parts: list[bytes] = []
     for value in values:
+        kind = type(value)
         data = value if isinstance(value, bytes) else str(value).encode()
-        parts.append(b"%b %d " % (type(value).__name__.encode(), len(data)))
+        parts.append(b"%b %d " % (_KINDS[kind], len(data)))
         if len(data) > _COPIED_BYTES:
             checksum = zlib.crc32(data, zlib.crc32(b"".join(parts), checksum))
             parts.clear()

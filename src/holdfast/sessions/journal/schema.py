@@ -22,6 +22,8 @@ MAGIC = b"SQLite format 3\0"
 # What takes back half of a statement is needed by this process alone: it stays in memory.
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "foreign_keys = ON", "temp_store = MEMORY")
 
+_PREPARED_STATEMENTS = 256  # that a connection keeps: those of every table, for every number of rows
+
 # Each step takes a database from one version to the next. A step that was released never changes.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -110,7 +112,9 @@ def open_database(path: Path, *, max_checked_bytes: int) -> tuple[sqlite3.Connec
 
 def connect(path: Path) -> sqlite3.Connection:
     """A connection to an existing database. Transactions are begun by hand."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, cached_statements=_PREPARED_STATEMENTS
+    )
     connection.text_factory = lambda data: data.decode("utf-8", "replace")  # damage shows in the row's sum
     try:
         for pragma in _PRAGMAS:

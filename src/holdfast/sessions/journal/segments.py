@@ -5,7 +5,10 @@ Any thread may `read`. Everything blocks.
 """
 
 import contextlib
+import errno
+import fcntl
 import logging
+import mmap
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,6 +19,9 @@ from holdfast.sessions.journal.files import is_same_file, make_directory, open_p
 logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 * 1024
+_BLOCK = 4096  # bodies begin at multiples of it, and whole blocks are written: disks take nothing else directly
+_BUFFER_BYTES = 1 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)  # past the system's cache, which would take a new page for every 4 KiB
 
 
 class SegmentPosition(NamedTuple):
@@ -47,6 +53,7 @@ class Segments(SegmentReader):
         make_directory(directory)
         self._max_segment_bytes = max_segment_bytes
         self._files: dict[int, int] = {}  # segment -> descriptor, those that are being appended to
+        self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # begins at a page, as direct writing needs it
         self._unsynced: set[int] = set()
         for segment in self._present():
             self._cut(segment, ends.get(segment, 0))
@@ -57,17 +64,27 @@ class Segments(SegmentReader):
 
     def append(self, content: bytes) -> SegmentPosition:
         """Where `content` now lies, though not yet for good."""
-        if self._end.start and self._end.start + len(content) > self._max_segment_bytes:
-            self._end = SegmentPosition(self._end.segment + 1, 0)
-        place = self._end
+        start = _whole_blocks(self._end.start)
+        place = SegmentPosition(self._end.segment, start)
+        if start and start + len(content) > self._max_segment_bytes:
+            place = SegmentPosition(self._end.segment + 1, 0)
         file = self._file(place.segment)
         view = memoryview(content)
-        while view:
-            written = os.pwrite(file, view, self._end.start)
-            self._end = SegmentPosition(place.segment, self._end.start + written)
-            view = view[written:]
+        for at in range(0, len(view), _BUFFER_BYTES):
+            self._write(file, view[at : at + _BUFFER_BYTES], place.start + at)
+        self._end = SegmentPosition(place.segment, place.start + len(content))
         self._unsynced.add(place.segment)
         return place
+
+    def _write(self, file: int, content: memoryview, start: int) -> None:
+        size = len(content)
+        self._buffer[:size] = content
+        self._buffer[size : _whole_blocks(size)] = bytes(_whole_blocks(size) - size)
+        with memoryview(self._buffer) as buffer:
+            at = 0
+            while at < size:
+                with buffer[at : _whole_blocks(size)] as rest:
+                    at += _write_at(file, rest, start + at)
 
     def sync(self) -> None:
         """What was appended survives a loss of power."""
@@ -121,7 +138,7 @@ class Segments(SegmentReader):
 
     def _file(self, segment: int) -> int:
         if segment not in self._files:
-            self._files[segment] = open_private(self._path(segment), os.O_RDWR | os.O_CREAT)
+            self._files[segment] = _open(self._path(segment))
             sync_directory(self._directory)
         return self._files[segment]
 
@@ -133,6 +150,32 @@ class Segments(SegmentReader):
         elif not end:
             logger.warning("removed %s: none of its %d bytes was acknowledged", path, size)
             path.unlink()
-        elif size > end:
+        elif size > (end := _whole_blocks(end)):
             logger.warning("%s: removed %d bytes at the end that were never acknowledged", path, size - end)
             os.truncate(path, end)
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    """So many bytes, rounded up."""
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def _open(path: Path) -> int:
+    try:
+        return open_private(path, os.O_RDWR | os.O_CREAT | _DIRECT)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        return open_private(path, os.O_RDWR | os.O_CREAT)  # a file system that always uses the cache
+
+
+def _write_at(file: int, content: memoryview, start: int) -> int:
+    """How many bytes were written."""
+    try:
+        return os.pwrite(file, content, start)
+    except OSError as exc:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        if exc.errno != errno.EINVAL or not flags & _DIRECT:
+            raise
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)  # a disk with larger blocks
+        return os.pwrite(file, content, start)

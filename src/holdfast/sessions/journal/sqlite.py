@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_CLOCK_NS = 10 * 10**9  # by which a file system's clock may be ahead: changes within one tick of it have one time
 _LOOK_S = 0.05  # how often it is looked whether a read that was interrupted has ended
 
 
@@ -58,6 +59,7 @@ class SqliteJournal(DatabaseJournal):
         self._later_check: LaterCheck | None = None
         self._last_number: int | None = None
         self._must_reconnect = False
+        self._names_checked: tuple[int, int, int] | None = None  # the directory when its files were last looked at
         with contextlib.ExitStack() as undo:
             self._lock = DirectoryLock(directory)
             undo.callback(self._lock.release)
@@ -278,11 +280,17 @@ class SqliteJournal(DatabaseJournal):
 
     def _check_files(self) -> None:
         """Raises OSError where a file was deleted or replaced: what is written to it would end with this process."""
+        directory = os.stat(self.directory)
+        now = directory.st_dev, directory.st_ino, directory.st_mtime_ns
+        if now == self._names_checked:  # nothing in the directory has got or lost its name
+            return
         for path, held in self._held.items():
             if not is_same_file(path, held):
                 raise OSError(f"{path.name} was deleted or replaced while the server runs")
         if not self._lock.is_in_place:
             raise OSError("lock was deleted or replaced while the server runs")
+        if time.time_ns() - directory.st_mtime_ns > _CLOCK_NS:
+            self._names_checked = now
 
     def _repair(self) -> None:
         """Replace what was deleted. The database itself cannot be: what was in it can only be read while we run."""
