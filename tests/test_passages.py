@@ -63,3 +63,20 @@ def test_of_a_long_message_what_it_asks_counts() -> None:
     assert query_of([user("Short. Is it?")]) == "Short. Is it?"
     assert query_of([user("All of it is long. " * 40 + "Who was it? " + "Yes. " * 9)]).strip() == "Who was it?"
     assert query_of([user("All of it is long. " * 40)]) == "All of it is long. " * 40
+
+
+LORRIES = [
+    f"{name} drives a {colour} lorry." for name, colour in (("Marta", "blue"), ("Pavel", "white"), ("Ines", "red"))
+]
+
+
+def test_what_was_said_of_several_others_is_not_quoted_for_one_that_nobody_named() -> None:
+    tree = told(*((text, "Noted.") for text in (*LORRIES, *OTHERS)))
+    assert chosen(tree, "Which lorry does Dmitri drive?") == []
+    assert chosen(tree, "Remind me what sort of lorry Pavel drives.") == [LORRIES[1]]
+    assert chosen(tree, "Who drives a lorry?") == LORRIES[::-1]  # has nothing that they lack
+
+
+def test_what_was_said_several_times_is_still_one_thing() -> None:
+    tree = told(*((text, "Noted.") for text in (*OTHERS * 4, *LORRIES[:1] * 4)))
+    assert chosen(tree, "What colour is the lorry that Marta drives?") == LORRIES[:1] * 4

@@ -119,6 +119,15 @@ def test_each_gate_of_recall_fails_alone_and_without_values(gate: str, name: str
     assert gate in [found.name for found in recall_quality.judge(_asked(**{name: []})) if not found.passed]
 
 
+def test_what_was_told_is_no_false_memory_and_what_it_does_not_say_is_one() -> None:
+    told = ["The password of the mill was changed twice last year."]
+    assert not recall_quality.is_false(f' "{told[0]}" It is long.', told)
+    assert not recall_quality.is_false("I'm sorry, you never told me.", told)
+    assert recall_quality.is_false("The password of the mill is walnut.", told)
+    assert recall_quality.is_false(f"The password is: {told[0]}", told)
+    assert recall_quality.is_false(told[0], ())
+
+
 def test_a_server_is_asked_for_what_it_was_told_with_recall_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results("quality", "", {})
     settings = quality.QualitySettings(questions=1, windows="1", pass_keys=1, history_tokens=700, served_recent=256)

@@ -18,7 +18,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from holdfast.chat.passages import MAX_BYTES, Passage, WordIndex, is_question, quoted, split_text, words_of
+from holdfast.chat.passages import (
+    ANY,
+    MAX_BYTES,
+    Demand,
+    Passage,
+    WordIndex,
+    is_question,
+    quoted,
+    split_text,
+    words_of,
+)
 from holdfast.chats.recall import NO_RECALL, RecallLimits
 from holdfast.chats.service import _check_imported
 from holdfast.engine.interface import Engine
@@ -60,9 +70,12 @@ def test_a_text_without_end_is_split_quickly(text: str) -> None:
     assert all(stop - start <= MAX_BYTES for start, stop in parts)
 
 
-def plain_search(texts: list[str], query: str, allowed: list[bool], least_share: float) -> list[tuple[int, float]]:
-    """BM25 as it is in the books, without texts that have too few of the query's words."""
+def plain_search(
+    texts: list[str], query: str, allowed: list[bool], limit: int, demand: Demand
+) -> list[tuple[int, float]]:
+    """BM25 as it is in the books, without texts that have too few of the query's words, or such as many others have."""
     words = {number: words_of(text) for number, text in enumerate(texts) if allowed[number]}
+    asked = set(words_of(query))
     usual = max(1.0, sum(map(len, words.values())) / max(1, len(words)))
     rarities = {}
     for word in words_of(query):
@@ -75,10 +88,15 @@ def plain_search(texts: list[str], query: str, allowed: list[bool], least_share:
             times = own.count(word)
             score += rarity * times * 2.2 / (times + 1.2 * (0.25 + 0.75 * len(own) / usual))
         share = sum(rarity for word, rarity in rarities.items() if word in own)
-        assume(abs(share - least_share * sum(rarities.values())) > 1e-9 or not least_share)
-        if score > 0 and share >= least_share * sum(rarities.values()):
+        assume(abs(share - demand.share * sum(rarities.values())) > 1e-9 or not demand.share)
+        if score > 0 and share >= demand.share * sum(rarities.values()):
             found.append((number, score * (0.3 if is_question(texts[number]) else 1.0)))
-    return sorted(found, key=lambda one: (-round(one[1], 9), -one[0]))
+    found.sort(key=lambda one: (-round(one[1], 9), -one[0]))
+    most = len(texts) if demand.alike is None else demand.alike
+    alike = [{tuple(other) for other in words.values() if asked & {*words[number]} <= {*other}} for number, _ in found]
+    return [
+        one for one, same in zip(found[:limit], alike, strict=False) if asked <= {*words[one[0]]} or len(same) <= most
+    ]
 
 
 _SPOKEN = ["red", "blue", "the", "Fox", "foxes", "\u65e5\u672c\u8a9e", "caf\u00e9,", "7", "?", ".", "it", "cats"]
@@ -90,11 +108,11 @@ sentences = st.lists(st.sampled_from(_SPOKEN), max_size=6).map(" ".join)
     st.lists(st.tuples(sentences, st.booleans()), max_size=12),
     sentences,
     st.integers(1, 4),
-    st.sampled_from([0.0, 0.4]),
+    st.sampled_from([ANY, Demand(share=0.4), Demand(alike=1), Demand(alike=2), Demand(share=0.2, alike=1)]),
     st.data(),
 )
 def test_texts_are_ranked_as_plain_bm25_ranks_those_allowed_and_by_nothing_else(
-    texts: list[tuple[str, bool]], query: str, limit: int, least_share: float, data: st.DataObject
+    texts: list[tuple[str, bool]], query: str, limit: int, demand: Demand, data: st.DataObject
 ) -> None:
     index, alone = WordIndex(), WordIndex()
     for text, is_allowed in texts:
@@ -104,11 +122,11 @@ def test_texts_are_ranked_as_plain_bm25_ranks_those_allowed_and_by_nothing_else(
         if is_allowed:
             alone.add(text)
     allowed = [is_allowed for _, is_allowed in texts]
-    found = index.search(query, np.array(allowed, bool), limit, least_share)
-    expected = plain_search([text for text, _ in texts], query, allowed, least_share)[:limit]
+    found = index.search(query, np.array(allowed, bool), limit, demand)
+    expected = plain_search([text for text, _ in texts], query, allowed, limit, demand)
     assert [score for _, score in found] == pytest.approx([score for _, score in expected])
     places = np.flatnonzero(allowed)
-    by_itself = alone.search(query, np.ones(len(alone), bool), limit, least_share)
+    by_itself = alone.search(query, np.ones(len(alone), bool), limit, demand)
     assert found == [(places[number], score) for number, score in by_itself]
 
 

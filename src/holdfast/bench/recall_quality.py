@@ -7,7 +7,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -101,9 +101,10 @@ def questions(places: Sequence[str] = _PLACES) -> list[Question]:
     return found
 
 
-def is_false(text: str) -> bool:
-    """Whether a text answers a question that nothing on record answers."""
-    return not _ADMITS.search(text)
+def is_false(text: str, told: Collection[str]) -> bool:
+    """Whether a text answers a question that nothing on record answers, neither admitting it nor beginning with a
+    sentence that was told."""
+    return not _ADMITS.search(text) and not text.lstrip(' "').startswith(tuple(told))
 
 
 class Talk:
@@ -186,7 +187,8 @@ def measure(results: Results, text: str, settings: "QualitySettings") -> None:
             results.step(f"question {number + 1} of {len(unknown)} that nobody can answer")
             for name, is_on in (("on", True), ("off", False)):
                 answer, _ = talk.ask(one.wordings[number % len(one.wordings)], recall=is_on)
-                results.count(f"{name}/false", is_false(answer))
+                results.count(f"{name}/false", is_false(answer, others))
+                results.count(f"{name}/not_admitted", is_false(answer, ()))
                 results.count(f"{name}/false_told", not told.isdisjoint(_words(answer)))
 
 

@@ -11,17 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+from zlib import crc32
 
 import numpy as np
 
 if TYPE_CHECKING:
     Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
     _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
+    _Bits = np.ndarray[tuple[int], np.dtype[np.uint64]]
 else:
-    Mask = _Ints = np.ndarray
+    Mask = _Ints = _Bits = np.ndarray
 
 MAX_BYTES = 480  # of a passage: about 128 tokens of English
-_MAX_QUERY = 64  # words; of a longer text the rarest count
+_MAX_QUERY = 64  # words, one bit each; of a longer text the rarest count
 _K1, _B = 1.2, 0.75  # BM25's usual constants: how soon a repeated word counts no more, how much long passages lose
 _QUESTION = 0.3  # what a question's score is multiplied with: it resembles a new one more than its answer does
 _CUTS = (r"\n\s*\n\s*", r"\n", r"(?<=[.!?\u3002\uff01\uff1f])\s*", r"\s+")  # where a text may be cut, the best first
@@ -64,6 +66,16 @@ class Found(NamedTuple):
     score: float
 
 
+class Demand(NamedTuple):
+    """What a text must have in common with a query."""
+
+    share: float = 0.0  # of the query's words, weighted by how rare they are
+    alike: int | None = None  # how many different texts may have as much of a query as a text that lacks a part of it
+
+
+ANY = Demand()
+
+
 class PassageIndex(Protocol):
     """Texts, numbered from 0 on, that can be searched."""
 
@@ -74,9 +86,9 @@ class PassageIndex(Protocol):
     def pop(self, text: str) -> None:
         """Take the last text, which must be this one, out again."""
 
-    def search(self, query: str, allowed: Mask, limit: int, least_share: float = 0.0) -> list[Found]:
-        """The texts among those allowed that the query is most about, the best first. Others have no influence.
-        `least_share`: of the query's words, weighted by how rare they are, that a text must have."""
+    def search(self, query: str, allowed: Mask, limit: int, demand: Demand = ANY) -> list[Found]:
+        """The texts among those allowed that the query is most about, the best first, of which those that do not meet
+        the demand are left out. Others have no influence."""
 
 
 def split_text(text: str, max_bytes: int = MAX_BYTES) -> Iterator[tuple[int, int]]:
@@ -156,6 +168,7 @@ class WordIndex:
         self._postings: dict[str, tuple[array[int], array[int]]] = {}
         self._lengths = array("i")
         self._weights = array("d")
+        self._sums = array("I")  # of the words in their order: what says the same is not different
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -171,6 +184,7 @@ class WordIndex:
             times.append(count)
         self._lengths.append(len(words))
         self._weights.append(_QUESTION if is_question(text) else 1.0)
+        self._sums.append(crc32(" ".join(words).encode(errors="surrogatepass")))
 
     def pop(self, text: str) -> None:
         for word in set(words_of(text)):
@@ -181,25 +195,38 @@ class WordIndex:
                 del self._postings[word]
         self._lengths.pop()
         self._weights.pop()
+        self._sums.pop()
 
-    def search(self, query: str, allowed: Mask, limit: int, least_share: float = 0.0) -> list[Found]:
+    def search(self, query: str, allowed: Mask, limit: int, demand: Demand = ANY) -> list[Found]:
         num = int(np.count_nonzero(allowed))
         if not num:
             return []
         lengths = np.frombuffer(self._lengths, np.int32)
         usual = max(1.0, float(lengths[allowed].mean()))
         scores, shares, whole = np.zeros(len(lengths)), np.zeros(len(lengths)), 0.0
-        for rarity, numbers, times in self._rarest(query, allowed, num):
+        common = np.zeros(len(lengths), np.uint64)  # which words of the query a text has, one bit each
+        words = self._rarest(query, allowed, num)
+        for bit, (rarity, numbers, times) in enumerate(words):
             damping = _K1 * (1 - _B + _B * lengths[numbers] / usual)
             scores[numbers] += rarity * times * (_K1 + 1) / (times + damping)
             shares[numbers] += rarity
+            common[numbers] |= np.uint64(1 << bit)
             whole += rarity
         scores *= np.frombuffer(self._weights, np.float64)
-        scores[shares < least_share * whole] = 0.0
+        scores[shares < demand.share * whole] = 0.0
         least = np.partition(scores, -limit)[-limit] if len(scores) > limit else 0.0
         best = np.flatnonzero(scores >= max(least, np.nextafter(0, 1)))
-        best = best[np.lexsort((-best, -scores[best]))]
-        return [Found(int(number), float(scores[number])) for number in best[:limit]]
+        best = best[np.lexsort((-best, -scores[best]))][:limit]
+        if demand.alike is not None:
+            num_alike = {
+                own: self._num_alike(common, own) for own in {*common[best]} if int(own).bit_count() < len(words)
+            }
+            best = best[[num_alike.get(own, 0) <= demand.alike for own in common[best]]]
+        return [Found(int(number), float(scores[number])) for number in best]
+
+    def _num_alike(self, common: _Bits, own: np.uint64) -> int:
+        """How many different texts have these words of a query."""
+        return len(np.unique(np.frombuffer(self._sums, np.uint32)[common & own == own]))
 
     def _rarest(self, query: str, allowed: Mask, num: int) -> list[tuple[float, _Ints, _Ints]]:
         """For each word of the query how rare it is, where it is and how often; the rarest first."""

@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 
 from holdfast.chat.messages import Message
-from holdfast.chat.passages import MAX_BYTES, Mask, Passage, PassageIndex, WordIndex, is_question, quoted, split_text
+from holdfast.chat.passages import (
+    ANY,
+    MAX_BYTES,
+    Demand,
+    Mask,
+    Passage,
+    PassageIndex,
+    WordIndex,
+    is_question,
+    quoted,
+    split_text,
+)
 from holdfast.chat.tokenizer import Detokenizer, Tokenizer
 from holdfast.chats.tree import Node, Tree
 from holdfast.errors import InvalidArgument
@@ -23,7 +34,8 @@ from holdfast.sessions.record import View
 _KEY = "holdfast-recall"  # of a session's metadata, under which its own limits are kept
 _CANDIDATES = 64  # passages that are looked at for a turn
 _LEAST_SCORE = 0.7  # of the best passage's that the others must have
-_LEAST_SHARE = 0.33  # of the new messages' words, weighted by how rare they are, that a passage must have
+# Where more passages have the same part of the new messages' words, the rest would say which of them is meant: none is.
+_DEMAND = Demand(share=0.33, alike=2)
 _MAX_QUERY = 1 << 14  # characters
 _ASKED = re.compile(r"(?<![^.!?\n\u3002\uff01\uff1f])[^.!?\n\u3002\uff01\uff1f]++[?\uff1f]")
 
@@ -83,11 +95,11 @@ class Recall:
         return tree.nodes[self._num_turns :]
 
     def search(
-        self, parent: Node, view: View, query: str, limit: int = _CANDIDATES, least_share: float = 0.0
+        self, parent: Node, view: View, query: str, limit: int = _CANDIDATES, demand: Demand = ANY
     ) -> list[tuple[Passage, float]]:
         """The passages on the path to `parent` that are out of view and that the query is most about."""
         with self._lock:
-            found = self.index.search(query, self._allowed(parent, view), limit, least_share)
+            found = self.index.search(query, self._allowed(parent, view), limit, demand)
             return [(self._passages[number], score) for number, score in found]
 
     def choose(
@@ -95,7 +107,7 @@ class Recall:
     ) -> list[Passage]:
         """What a turn below `parent` with these messages recalls: the best passages that fit into the limits, the best
         first. Together they may have a few tokens more than one by one."""
-        found = self.search(parent, view, query_of(messages), _CANDIDATES, _LEAST_SHARE)
+        found = self.search(parent, view, query_of(messages), _CANDIDATES, _DEMAND)
         chosen: list[Passage] = []
         frame = len(spelled([], tokenizer))
         room = limits.tokens - frame
