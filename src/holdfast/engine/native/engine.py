@@ -110,13 +110,11 @@ class NativeEngine(Engine):
         num = len(rows)
         tokens = np.array([row.tokens[0] for row in rows], np.int32)
         ends = [np.array([*pick.params.eos_token_ids, *pick.params.stop_token_ids], np.int32) for pick in picks]
+        facts = ((pick.params, end) for pick, end in zip(picks, ends, strict=True))
         wanted = (native.WantedStruct * num)(  # type: ignore[misc]
-            *(
-                (pick.params.seed, pick.params.temperature, end.ctypes.data, end.size, pick.params.choice)
-                for pick, end in zip(picks, ends, strict=True)
-            )
+            *((own.seed, own.temperature, end.ctypes.data, end.size, own.choice) for own, end in facts)
         )
-        drawn = (native.DrawnStruct * (num * num_steps))()  # type: ignore[misc]
+        drawn = (native.DrawnStruct * (num * num_steps))()
         logits = np.empty((num, self.info.vocab_size), np.float32)
         called = self._decoder, _specs(rows), num, tokens.ctypes.data, wanted, num_steps, _BURST_S
         num_done = self._library.holdfast_burst(*called, logits.ctypes.data, drawn)
@@ -160,7 +158,7 @@ class NativeEngine(Engine):
 
 
 def _specs(rows: Sequence[Row]) -> "ctypes.Array[native.RowStruct]":
-    return (native.RowStruct * len(rows))(
+    return (native.RowStruct * len(rows))(  # type: ignore[misc]
         *((row.slab.length, len(row.tokens), row.slab.slot, row.slab.window.sink, row.num_logits) for row in rows)
     )
 
