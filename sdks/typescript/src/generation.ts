@@ -68,7 +68,8 @@ export class Generation implements AsyncIterable<Token> {
     let done: Done | undefined;
     try {
       for await (const { event } of events) {
-        if (event.case === "token") this.#tokens.push(toToken(event.value));
+        if (event.case === "tokens") this.#tokens.push(...event.value.tokens.map(toToken));
+        else if (event.case === "token") this.#tokens.push(toToken(event.value));
         else if (event.case === "truncated") this.#truncated.push(toTruncatedRange(event.value));
         else if (event.case === "done") done = toDone(event.value);
         this.#announce();

@@ -180,6 +180,7 @@ export class Session implements AsyncDisposable {
       maxTokens: options.maxTokens,
       expectedHistoryLength: toWireIfAny(options.expectedHistoryLength, "expectedHistoryLength"),
       sampling: toSampling(options),
+      batchTokens: true,
     };
     await this.#known.settle(limits);
     const events = tokenIds

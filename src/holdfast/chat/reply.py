@@ -147,6 +147,20 @@ class ReplyPiece:
     calls: tuple[dict[str, Any], ...] = ()
     tokens: tuple[Sampled, ...] = ()
 
+    def __add__(self, other: "ReplyPiece") -> "ReplyPiece":
+        """Both in one. Only where `other` follows: a piece does not tell what came first in it."""
+        return ReplyPiece(
+            content=self.content + other.content,
+            reasoning=self.reasoning + other.reasoning,
+            calls=self.calls + other.calls,
+            tokens=self.tokens + other.tokens,
+        )
+
+    def follows(self, other: "ReplyPiece") -> bool:
+        """Whether the two are of one kind: content, reasoning or calls. One that adds nothing is of any kind."""
+        kinds = [[bool(piece.content), bool(piece.reasoning), bool(piece.calls)] for piece in (self, other)]
+        return kinds[0] == kinds[1] or not all(map(any, kinds))
+
 
 @dataclass(slots=True, eq=False)
 class AssistantReply:
@@ -175,14 +189,20 @@ class AssistantReply:
         return self.reader.stopped_by is not None
 
     def take(self, batch: Sequence[Event]) -> Iterator[ReplyPiece]:
-        """What each token of a batch adds, up to a stop string."""
+        """What a batch adds, up to a stop string, in as few pieces as keep content, reasoning and calls in order."""
+        joined = ReplyPiece()
         for event in batch:
-            if isinstance(event, Sampled):
-                yield self.push(event)
-                if self.is_stopped:
-                    return
-            elif isinstance(event, Done):
+            if isinstance(event, Done):
                 self.stop_reason = event.stop_reason
+            if not isinstance(event, Sampled) or self.is_stopped:
+                continue
+            piece = self.push(event)
+            if not piece.follows(joined):
+                yield joined
+                joined = ReplyPiece()
+            joined = joined + piece
+        if joined.tokens:
+            yield joined
 
     def push(self, token: Sampled) -> ReplyPiece:
         self.tokens.append(token)

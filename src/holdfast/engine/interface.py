@@ -177,4 +177,5 @@ class BurstingEngine(Protocol):
     def burst(
         self, rows: Sequence[Row], picks: Sequence[Pick], num_steps: int
     ) -> list[list[Sampled | NonFiniteLogits]]:
-        """`num_steps` outcomes for every row of one token: those that single forwards and samples would give."""
+        """At most `num_steps` outcomes for every row of one token, as many for each: those that single forwards and
+        samples would give. Mutates cells, not `Slab`s; the caller has declared `num_steps` cells."""

@@ -143,14 +143,15 @@ def _verify(engine: Engine, logits: Logits, works: list[Work], rows: list[Row]) 
 
 
 def _num_ahead(engine: Engine, plan: Plan) -> int:
-    """How many tokens the engine may decode in one call: 1 where a prompt waits or it cannot sample a row."""
+    """How many tokens the engine may decode in one call: 1 where a prompt waits, a run waits for its first token, or
+    the engine cannot sample a row."""
     if plan.prefill or not _bursts(type(engine)):
         return 1
     alone = cast(BurstingEngine, engine)
     num = alone.max_burst()
     for run, _, draft in plan.decode:
         params = run.params
-        if draft or params is None or params.constraint or not alone.can_burst(_pick(run, 0)):
+        if draft or not run.sampled or params is None or params.constraint or not alone.can_burst(_pick(run, 0)):
             return 1
         num = min(num, params.max_tokens - len(run.sampled), run.sequence.slab.max_write)
     return num
@@ -174,7 +175,7 @@ def _burst(engine: Engine, works: list[Work], num_steps: int) -> Iterator[Outcom
             raise
         yield from forward(engine, works)
         return
-    for index in range(num_steps):
+    for index in range(len(outcomes[0])):
         going = [(work, found[index]) for work, found in zip(works, outcomes, strict=True) if not work.run.is_ended]
         yield from _commit([work for work, _ in going], [found for _, found in going], 0.0)
 

@@ -38,19 +38,18 @@ class GenerationRecord:
             raise RuntimeError(f"this generation {state}, so there is no `done`; ask `is_done` first")
         return self._done
 
-    def _take(self, event: pb.GenerateEvent) -> Token | None:
-        """Write the event down; the token, where it is one."""
+    def _take(self, event: pb.GenerateEvent) -> list[Token]:
+        """Write the event down; its tokens. A server that knows no batches sends them one by one."""
         self._has_begun = True
         kind = event.WhichOneof("event")
-        if kind == "token":
-            token = convert.token(event.token)
-            self.tokens.append(token.id)
-            return token
         if kind == "truncated":
             self.truncated.append(convert.truncated(event.truncated))
         elif kind == "done":
             self._done = convert.done(event.done)
-        return None
+        sent = event.tokens.tokens if kind == "tokens" else [event.token] if kind == "token" else []
+        tokens = [convert.token(token) for token in sent]
+        self.tokens += [token.id for token in tokens]
+        return tokens
 
     def _check_end(self) -> None:
         """The stream is over, without an error. Then its last event must have come."""
@@ -96,8 +95,7 @@ class Generation(GenerationRecord):
         """What is still to come; raises Cancelled where it was cancelled."""
         try:
             for event in self._stream:
-                if token := self._take(event):
-                    yield token
+                yield from self._take(event)
             self._check_end()
         except HoldfastError as error:
             if self._is_failure(error):

@@ -94,6 +94,7 @@ class SessionFlows:
             max_tokens=max_tokens,
             expected_history_length=expected_history_length,
             sampling=sampling,
+            batch_tokens=True,
         )
 
     def turn(
@@ -115,6 +116,7 @@ class SessionFlows:
             max_tokens=max_tokens,
             expected_history_length=expected_history_length,
             sampling=sampling,
+            batch_tokens=True,
         )
 
     def fork(self, at_position: int | None, label: str) -> Flow[Forked]:

@@ -5,6 +5,7 @@
 // threads or neighbours. (The faster products of pairs.h do not keep this; they are used where that is allowed.)
 
 #include "attention.h"
+#include "burst.h"
 #include "sampler.h"
 #include "products.h"
 
@@ -364,6 +365,12 @@ void holdfast_free(Decoder *decoder) { delete decoder; }
 
 void holdfast_forward(Decoder *decoder, const Row *rows, int32_t num_rows, const int32_t *tokens, float *logits) {
     decoder->forward(rows, num_rows, tokens, logits);
+}
+
+int32_t holdfast_burst(Decoder *decoder, Row *rows, int32_t num_rows, int32_t *tokens, const Wanted *wanted,
+                       int32_t max_steps, double budget_s, float *logits, Drawn *drawn) {
+    const int vocabulary = decoder->model.vocabulary;
+    return decode_burst(*decoder, rows, num_rows, tokens, wanted, max_steps, budget_s, logits, vocabulary, drawn);
 }
 
 void holdfast_draw(const float *logits, int32_t size, double temperature, uint64_t seed, uint64_t position,

@@ -28,6 +28,8 @@ _ROW_COSTS = {
     ("bfloat16", True): 0.2,
     ("float32", True): 0.1,
 }
+_MAX_BURST = 16  # tokens; a message of so many costs little more than one of more
+_BURST_S = 0.025  # commands, cancelled runs and new prompts wait for at most so long, or for one step
 MAX_HEAD = 256  # the largest head_dim that decoder.cpp is built for
 
 
@@ -83,9 +85,7 @@ class NativeEngine(Engine):
         return self._keys.nbytes + self._values.nbytes
 
     def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        specs = (native.RowStruct * len(rows))(  # type: ignore[misc]
-            *((row.slab.length, len(row.tokens), row.slab.slot, row.slab.window.sink, row.num_logits) for row in rows)
-        )
+        specs = _specs(rows)
         tokens = np.fromiter((token for row in rows for token in row.tokens), np.int32)
         logits = np.empty((sum(row.num_logits for row in rows), self.info.vocab_size), np.float32)
         self._library.holdfast_forward(self._decoder, specs, len(rows), tokens.ctypes.data, logits.ctypes.data)
@@ -96,6 +96,32 @@ class NativeEngine(Engine):
 
     def sample(self, logits: NDArray[np.float32], picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
         return [self._draw(logits, pick) if _is_plain(pick) else sample_rows(logits, [pick])[0] for pick in picks]
+
+    def max_burst(self) -> int:
+        return _MAX_BURST
+
+    def can_burst(self, pick: Pick) -> bool:
+        return _is_plain(pick)
+
+    def burst(
+        self, rows: Sequence[Row], picks: Sequence[Pick], num_steps: int
+    ) -> list[list[Sampled | NonFiniteLogits]]:
+        """Ends early with a step in which a row ends, and where one more step would take too long."""
+        num = len(rows)
+        tokens = np.array([row.tokens[0] for row in rows], np.int32)
+        ends = [np.array([*pick.params.eos_token_ids, *pick.params.stop_token_ids], np.int32) for pick in picks]
+        facts = ((pick.params, end) for pick, end in zip(picks, ends, strict=True))
+        wanted = (native.WantedStruct * num)(  # type: ignore[misc]
+            *((own.seed, own.temperature, end.ctypes.data, end.size, own.choice) for own, end in facts)
+        )
+        drawn = (native.DrawnStruct * (num * num_steps))()
+        logits = np.empty((num, self.info.vocab_size), np.float32)
+        called = self._decoder, _specs(rows), num, tokens.ctypes.data, wanted, num_steps, _BURST_S
+        num_done = self._library.holdfast_burst(*called, logits.ctypes.data, drawn)
+        return [
+            [_outcome(drawn[step * num + row], pick.position + step) for step in range(num_done)]
+            for row, pick in enumerate(picks)
+        ]
 
     def copy_slab(self, source: Slab, target: Slab) -> None:
         for cells in (self._keys, self._values):
@@ -123,14 +149,24 @@ class NativeEngine(Engine):
         params, row, drawn = pick.params, logits[pick.row], native.DrawnStruct()
         where = params.seed, pick.position, params.choice
         self._library.holdfast_draw(row.ctypes.data, row.size, params.temperature, *where, drawn)
-        if drawn.token < 0:
-            return not_finite(pick.position)
-        return Sampled(token=drawn.token, logprob=drawn.logprob, sampling_logprob=drawn.sampling_logprob)
+        return _outcome(drawn, pick.position)
 
     def _gathered(self, cells: NDArray[np.generic], slab: Slab, positions: Sequence[range]) -> NDArray[np.generic]:
         """[layers, kv_heads, positions, dim], in order."""
         parts = [cells[:, slab.slot, :, where] for _, where in places(slab, positions)]
         return np.concatenate(parts, axis=2) if parts else cells[:, slab.slot, :, :0].copy()
+
+
+def _specs(rows: Sequence[Row]) -> "ctypes.Array[native.RowStruct]":
+    return (native.RowStruct * len(rows))(  # type: ignore[misc]
+        *((row.slab.length, len(row.tokens), row.slab.slot, row.slab.window.sink, row.num_logits) for row in rows)
+    )
+
+
+def _outcome(drawn: native.DrawnStruct, position: int) -> Sampled | NonFiniteLogits:
+    if drawn.token < 0:
+        return not_finite(position)
+    return Sampled(token=drawn.token, logprob=drawn.logprob, sampling_logprob=drawn.sampling_logprob)
 
 
 def _is_plain(pick: Pick) -> bool:

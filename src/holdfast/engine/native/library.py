@@ -81,6 +81,16 @@ class RowStruct(Structure):
     )
 
 
+class WantedStruct(Structure):
+    _fields_ = (
+        ("seed", c_uint64),
+        ("temperature", c_double),
+        ("ends", c_void_p),
+        ("num_ends", c_int32),
+        ("choice", c_uint32),
+    )
+
+
 class DrawnStruct(Structure):
     _fields_ = (
         ("token", c_int32),
@@ -127,6 +137,11 @@ def library(variant: str | None = None) -> ctypes.CDLL:
     found.holdfast_free.restype = None
     found.holdfast_forward.argtypes = (c_void_p, POINTER(RowStruct), c_int32, c_void_p, c_void_p)
     found.holdfast_forward.restype = None
+    found.holdfast_burst.argtypes = (
+        *(c_void_p, POINTER(RowStruct), c_int32, c_void_p, POINTER(WantedStruct)),
+        *(c_int32, c_double, c_void_p, POINTER(DrawnStruct)),
+    )
+    found.holdfast_burst.restype = c_int32
     found.holdfast_has_pairs.restype = c_int32
     found.holdfast_draw.argtypes = (c_void_p, c_int32, c_double, c_uint64, c_uint64, c_uint32, POINTER(DrawnStruct))
     found.holdfast_draw.restype = None

@@ -1,7 +1,9 @@
 """Protobuf messages to our own values and back."""
 
+import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from holdfast.errors import InvalidArgument
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason, Truncated
@@ -58,19 +60,26 @@ def sampling_params(options: pb.SamplingOptions, max_tokens: int, eos_token_ids:
     )
 
 
-def event(value: Event) -> pb.GenerateEvent:
-    return _EVENTS[type(value)](value)
+def events(values: Iterable[Event], *, batch_tokens: bool) -> Iterator[pb.GenerateEvent]:
+    """One message each, in order; with `batch_tokens`, one for all tokens between two other events."""
+    for kind, group in itertools.groupby(values, type):
+        if batch_tokens and kind is Sampled:
+            yield pb.GenerateEvent(tokens=pb.TokenBatch(tokens=map(_token, group)))
+        else:
+            yield from (_EVENTS[kind](value) for value in group)
 
 
-def _token(value: Sampled) -> pb.GenerateEvent:
-    return pb.GenerateEvent(
-        token=pb.Token(
-            token_id=value.token,
-            logprob=value.logprob,
-            sampling_logprob=value.sampling_logprob,
-            top=[pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in value.top],
-        )
+def _token(value: Any) -> pb.Token:
+    return pb.Token(
+        token_id=value.token,
+        logprob=value.logprob,
+        sampling_logprob=value.sampling_logprob,
+        top=[pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in value.top],
     )
+
+
+def _sampled(value: Sampled) -> pb.GenerateEvent:
+    return pb.GenerateEvent(token=_token(value))
 
 
 def _truncated(value: Truncated) -> pb.GenerateEvent:
@@ -94,7 +103,7 @@ def _done(value: Done) -> pb.GenerateEvent:
     )
 
 
-_EVENTS: dict[type[Event], Callable[..., pb.GenerateEvent]] = {Sampled: _token, Truncated: _truncated, Done: _done}
+_EVENTS: dict[type[Event], Callable[..., pb.GenerateEvent]] = {Sampled: _sampled, Truncated: _truncated, Done: _done}
 
 
 def session_info(view: SessionView) -> pb.SessionInfo:

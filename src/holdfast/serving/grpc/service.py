@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from holdfast.errors import InvalidArgument, PayloadTooLarge, Unimplemented
-from holdfast.generation import Done, Event
+from holdfast.generation import Done
 from holdfast.serving.cluster.membership import Describe
 from holdfast.serving.grpc import convert
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
@@ -104,20 +104,18 @@ class RuntimeService(rpc.RuntimeServiceServicer):
         eos = self._runtime.find(session_id, owner).eos_token_ids
         params = convert.sampling_params(request.sampling, request.max_tokens, eos)
         expected = _optional(request, "expected_history_length")
-        done: list[Event] = []
+        done: list[Done] = []
         async with (
             self._runtime.claim(session_id, owner, kind="tokens", expected_length=expected) as claim,
             self._admission.admitted(owner=owner),
             contextlib.aclosing(claim.generate(params, tokens)) as batches,
         ):
             async for batch in batches:
-                for value in batch:
-                    if isinstance(value, Done):
-                        done.append(value)
-                    else:
-                        yield convert.event(value)
-        for value in done:  # only now is the session free: a client that gets this may go on at once
-            yield convert.event(value)
+                done = [value for value in batch if isinstance(value, Done)]
+                for event in convert.events(batch[: -len(done) or None], batch_tokens=request.batch_tokens):
+                    yield event
+        for event in convert.events(done, batch_tokens=False):
+            yield event  # only now is the session free: a client that gets this may go on at once
 
     async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
         check_label("client_label", request.client_label)

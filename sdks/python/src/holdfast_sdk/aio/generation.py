@@ -17,6 +17,7 @@ class AsyncGeneration(GenerationRecord):
     def __init__(self, stream: AsyncStream, session: SessionFlows, *, is_turn: bool = False) -> None:
         super().__init__(session, is_turn=is_turn)
         self._stream = stream
+        self._ready: list[Token] = []  # have arrived and were not read, the next one last
 
     def __aiter__(self) -> AsyncIterator[Token]:
         """What is still to come; raises Cancelled where it was cancelled."""
@@ -24,10 +25,14 @@ class AsyncGeneration(GenerationRecord):
 
     async def _next(self) -> Token | None:
         """The next token; None at the end. Whatever ends the reading ends the call, the task's cancellation too."""
-        token = None
+        token = self._ready.pop() if self._ready and self._is_open else None
+        if token is not None:
+            return token
         try:
             async for event in self._stream:
-                if token := self._take(event):
+                if tokens := self._take(event):
+                    token, *self._ready = tokens
+                    self._ready.reverse()
                     break
             else:
                 self._check_end()

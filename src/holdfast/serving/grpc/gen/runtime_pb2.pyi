@@ -163,30 +163,34 @@ class SamplingOptions(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., speculation: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "max_tokens", "expected_history_length", "sampling")
+    __slots__ = ("session_id", "max_tokens", "expected_history_length", "sampling", "batch_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     max_tokens: int
     expected_history_length: int
     sampling: SamplingOptions
-    def __init__(self, session_id: _Optional[str] = ..., max_tokens: _Optional[int] = ..., expected_history_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ...) -> None: ...
+    batch_tokens: bool
+    def __init__(self, session_id: _Optional[str] = ..., max_tokens: _Optional[int] = ..., expected_history_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., batch_tokens: _Optional[bool] = ...) -> None: ...
 
 class TurnRequest(_message.Message):
-    __slots__ = ("session_id", "token_ids", "max_tokens", "expected_history_length", "sampling")
+    __slots__ = ("session_id", "token_ids", "max_tokens", "expected_history_length", "sampling", "batch_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
     expected_history_length: int
     sampling: SamplingOptions
-    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., expected_history_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ...) -> None: ...
+    batch_tokens: bool
+    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., expected_history_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., batch_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -207,6 +211,12 @@ class Token(_message.Message):
     sampling_logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., sampling_logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class TokenBatch(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class HistoryTruncated(_message.Message):
     __slots__ = ("from_position", "to_position")
@@ -241,14 +251,16 @@ class Done(_message.Message):
     def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., generated_token_count: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., prefill_duration_seconds: _Optional[float] = ..., total_duration_seconds: _Optional[float] = ..., accepted_draft_tokens: _Optional[int] = ..., proposed_draft_tokens: _Optional[int] = ..., dropped_token_count: _Optional[int] = ..., seed: _Optional[int] = ..., history_length: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("token", "truncated", "done")
+    __slots__ = ("token", "truncated", "done", "tokens")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     token: Token
     truncated: HistoryTruncated
     done: Done
-    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., truncated: _Optional[_Union[HistoryTruncated, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    tokens: TokenBatch
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., truncated: _Optional[_Union[HistoryTruncated, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ...) -> None: ...
 
 class ForkSessionRequest(_message.Message):
     __slots__ = ("session_id", "at_position", "client_label")

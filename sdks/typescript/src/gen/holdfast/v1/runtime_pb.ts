@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file holdfast/v1/runtime.proto.
  */
 export const file_holdfast_v1_runtime: GenFile = /*@__PURE__*/
-  fileDesc("Chlob2xkZmFzdC92MS9ydW50aW1lLnByb3RvEgtob2xkZmFzdC52MSLyAQoUQ3JlYXRlU2Vzc2lvblJlcXVlc3QSFAoMY2xpZW50X2xhYmVsGAEgASgJEhUKDWVvc190b2tlbl9pZHMYAiADKAUSEQoJdG9rZW5faWRzGAMgAygFEhcKCnBpbl90b2tlbnMYBCABKAVIAIgBARJBCghtZXRhZGF0YRgFIAMoCzIvLmhvbGRmYXN0LnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0Lk1ldGFkYXRhRW50cnkaLwoNTWV0YWRhdGFFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQg0KC19waW5fdG9rZW5zIrIBChVDcmVhdGVTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIMCgRzaW5rGAIgASgFEg4KBnJlY2VudBgDIAEoBRIeChFrdl9yZXNlcnZlZF9ieXRlcxgEIAEoA0gAiAEBEhkKEW1vZGVsX2ZpbmdlcnByaW50GAUgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAYgASgDQhQKEl9rdl9yZXNlcnZlZF9ieXRlcyIVChNHZXRNb2RlbEluZm9SZXF1ZXN0IusBChRHZXRNb2RlbEluZm9SZXNwb25zZRIMCgRuYW1lGAEgASgJEhMKC2ZpbmdlcnByaW50GAIgASgJEhcKD3ZvY2FidWxhcnlfc2l6ZRgDIAEoBRIVCg1lb3NfdG9rZW5faWRzGAQgAygFEhYKDnRva2VuaXplcl9oYXNoGAUgASgJEhoKEmNoYXRfdGVtcGxhdGVfaGFzaBgGIAEoCRIMCgRzaW5rGAcgASgFEg4KBnJlY2VudBgIIAEoBRIWCg5tYXhfcGluX3Rva2VucxgJIAEoBRIWCg5jb250ZXh0X2xlbmd0aBgKIAEoBSJ+ChNBcHBlbmRUb2tlbnNSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygFEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGAMgASgDSACIAQFCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoImoKFEFwcGVuZFRva2Vuc1Jlc3BvbnNlEhYKDmhpc3RvcnlfbGVuZ3RoGAEgASgDEhgKEHByZWZpbGxlZF90b2tlbnMYAiABKAMSIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAMgASgBIp4ECg9TYW1wbGluZ09wdGlvbnMSEQoEc2VlZBgBIAEoBEgAiAEBEhgKC3RlbXBlcmF0dXJlGAIgASgBSAGIAQESEgoFdG9wX3AYAyABKAFIAogBARISCgV0b3BfaxgEIAEoBUgDiAEBEhIKBW1pbl9wGAUgASgBSASIAQESHQoQcHJlc2VuY2VfcGVuYWx0eRgGIAEoAUgFiAEBEh4KEWZyZXF1ZW5jeV9wZW5hbHR5GAcgASgBSAaIAQESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAggASgBSAeIAQESPwoKbG9naXRfYmlhcxgJIAMoCzIrLmhvbGRmYXN0LnYxLlNhbXBsaW5nT3B0aW9ucy5Mb2dpdEJpYXNFbnRyeRIWCg5zdG9wX3Rva2VuX2lkcxgKIAMoBRIUCgx0b3BfbG9ncHJvYnMYCyABKAUSGAoLc3BlY3VsYXRpb24YDCABKAhICIgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKAUSDQoFdmFsdWUYAiABKAE6AjgBQgcKBV9zZWVkQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX3BCCAoGX3RvcF9rQggKBl9taW5fcEITChFfcHJlc2VuY2VfcGVuYWx0eUIUChJfZnJlcXVlbmN5X3BlbmFsdHlCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUIOCgxfc3BlY3VsYXRpb24iqwEKD0dlbmVyYXRlUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCm1heF90b2tlbnMYAiABKAUSJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYAyABKANIAIgBARIuCghzYW1wbGluZxgEIAEoCzIcLmhvbGRmYXN0LnYxLlNhbXBsaW5nT3B0aW9uc0IaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgiugEKC1R1cm5SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygFEhIKCm1heF90b2tlbnMYAyABKAUSJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYBCABKANIAIgBARIuCghzYW1wbGluZxgFIAEoCzIcLmhvbGRmYXN0LnYxLlNhbXBsaW5nT3B0aW9uc0IaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgiMQoMVG9rZW5Mb2dwcm9iEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAEibAoFVG9rZW4SEAoIdG9rZW5faWQYASABKAUSDwoHbG9ncHJvYhgCIAEoARIYChBzYW1wbGluZ19sb2dwcm9iGAMgASgBEiYKA3RvcBgEIAMoCzIZLmhvbGRmYXN0LnYxLlRva2VuTG9ncHJvYiI+ChBIaXN0b3J5VHJ1bmNhdGVkEhUKDWZyb21fcG9zaXRpb24YASABKAMSEwoLdG9fcG9zaXRpb24YAiABKAMirgIKBERvbmUSLAoLc3RvcF9yZWFzb24YASABKA4yFy5ob2xkZmFzdC52MS5TdG9wUmVhc29uEh0KFWdlbmVyYXRlZF90b2tlbl9jb3VudBgCIAEoBRIWCg5wcmVmaWxsX3Rva2VucxgDIAEoAxIgChhwcmVmaWxsX2R1cmF0aW9uX3NlY29uZHMYBCABKAESHgoWdG90YWxfZHVyYXRpb25fc2Vjb25kcxgFIAEoARIdChVhY2NlcHRlZF9kcmFmdF90b2tlbnMYBiABKAMSHQoVcHJvcG9zZWRfZHJhZnRfdG9rZW5zGAcgASgDEhsKE2Ryb3BwZWRfdG9rZW5fY291bnQYCCABKAMSDAoEc2VlZBgJIAEoBBIWCg5oaXN0b3J5X2xlbmd0aBgKIAEoAyKUAQoNR2VuZXJhdGVFdmVudBIjCgV0b2tlbhgBIAEoCzISLmhvbGRmYXN0LnYxLlRva2VuSAASMgoJdHJ1bmNhdGVkGAIgASgLMh0uaG9sZGZhc3QudjEuSGlzdG9yeVRydW5jYXRlZEgAEiEKBGRvbmUYAyABKAsyES5ob2xkZmFzdC52MS5Eb25lSABCBwoFZXZlbnQiaAoSRm9ya1Nlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSGAoLYXRfcG9zaXRpb24YAiABKANIAIgBARIUCgxjbGllbnRfbGFiZWwYAyABKAlCDgoMX2F0X3Bvc2l0aW9uIlwKE0ZvcmtTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgCIAEoAxIZChFyZWNvbXB1dGVkX3Rva2VucxgDIAEoAyI/ChRSZXdpbmRTZXNzaW9uUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhMKC3RvX3Bvc2l0aW9uGAIgASgDIkoKFVJld2luZFNlc3Npb25SZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoAxIZChFyZWNvbXB1dGVkX3Rva2VucxgCIAEoAyJoCgxTcGFuc1N1bW1hcnkSEwoLZ2l2ZW5fc3BhbnMYASABKAMSFAoMZ2l2ZW5fdG9rZW5zGAIgASgDEhUKDXNhbXBsZWRfc3BhbnMYAyABKAMSFgoOc2FtcGxlZF90b2tlbnMYBCABKAMiKwoVR2V0U2Vzc2lvbkluZm9SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkiqgQKC1Nlc3Npb25JbmZvEhIKCnNlc3Npb25faWQYASABKAkSFAoMY2xpZW50X2xhYmVsGAIgASgJEigKBXN0YXRlGAMgASgOMhkuaG9sZGZhc3QudjEuU2Vzc2lvblN0YXRlEgwKBGJ1c3kYBCABKAgSFgoOaGlzdG9yeV9sZW5ndGgYBSABKAMSGwoTZHJvcHBlZF90b2tlbl9jb3VudBgGIAEoAxIaCg1rdl9saXZlX2J5dGVzGAcgASgDSACIAQESHgoRa3ZfcmVzZXJ2ZWRfYnl0ZXMYCCABKANIAYgBARIXCg9pbnYxX3Zpb2xhdGlvbnMYCSABKAMSFwoPaW52Ml92aW9sYXRpb25zGAogASgDEhQKDGlkbGVfc2Vjb25kcxgLIAEoARIoCgVzcGFucxgMIAEoCzIZLmhvbGRmYXN0LnYxLlNwYW5zU3VtbWFyeRI4CghtZXRhZGF0YRgNIAMoCzImLmhvbGRmYXN0LnYxLlNlc3Npb25JbmZvLk1ldGFkYXRhRW50cnkSDwoHZmFpbHVyZRgOIAEoCRIMCgRzaW5rGA8gASgFEg4KBnJlY2VudBgQIAEoBRIUCgxyZXdpbmRfY291bnQYESABKAMaLwoNTWV0YWRhdGFFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQhAKDl9rdl9saXZlX2J5dGVzQhQKEl9rdl9yZXNlcnZlZF9ieXRlcyKhAQoTTGlzdFNlc3Npb25zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRIZCgxjbGllbnRfbGFiZWwYAyABKAlIAIgBARItCgVzdGF0ZRgEIAEoDjIZLmhvbGRmYXN0LnYxLlNlc3Npb25TdGF0ZUgBiAEBQg8KDV9jbGllbnRfbGFiZWxCCAoGX3N0YXRlIlsKFExpc3RTZXNzaW9uc1Jlc3BvbnNlEioKCHNlc3Npb25zGAEgAygLMhguaG9sZGZhc3QudjEuU2Vzc2lvbkluZm8SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIn8KEUdldEhpc3RvcnlSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSGgoNZnJvbV9wb3NpdGlvbhgCIAEoA0gAiAEBEhgKC3RvX3Bvc2l0aW9uGAMgASgDSAGIAQFCEAoOX2Zyb21fcG9zaXRpb25CDgoMX3RvX3Bvc2l0aW9uItABCgxIaXN0b3J5Q2h1bmsSFQoNZnJvbV9wb3NpdGlvbhgBIAEoAxIjCgRraW5kGAIgASgOMhUuaG9sZGZhc3QudjEuU3BhbktpbmQSEQoJdG9rZW5faWRzGAMgAygFEhAKCGxvZ3Byb2JzGAQgAygBEhkKEXNhbXBsaW5nX2xvZ3Byb2JzGAUgAygBEiwKC3N0b3BfcmVhc29uGAYgASgOMhcuaG9sZGZhc3QudjEuU3RvcFJlYXNvbhIWCg53ZWlnaHRfdmVyc2lvbhgHIAEoCSJ6ChRTZWFyY2hIaXN0b3J5UmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEg0KBXF1ZXJ5GAIgASgJEhcKD3F1ZXJ5X3Rva2VuX2lkcxgDIAMoBRINCgVsaW1pdBgEIAEoBRIXCg9pbmNsdWRlX2luX3ZpZXcYBSABKAgiPwoVU2VhcmNoSGlzdG9yeVJlc3BvbnNlEiYKCHBhc3NhZ2VzGAEgAygLMhQuaG9sZGZhc3QudjEuUGFzc2FnZSJuCgdQYXNzYWdlEgwKBHR1cm4YASABKAMSDAoEcm9sZRgCIAEoCRIMCgR0ZXh0GAMgASgJEhUKDWZyb21fcG9zaXRpb24YBCABKAMSEwoLdG9fcG9zaXRpb24YBSABKAMSDQoFc2NvcmUYBiABKAEiRAoURXhwb3J0U2Vzc2lvblJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIYChB3aXRob3V0X3NuYXBzaG90GAIgASgIIhwKDFNlc3Npb25DaHVuaxIMCgRkYXRhGAEgASgMInUKFUltcG9ydFNlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEhUKDXJldXNlZF90b2tlbnMYAiABKAMSGQoRcmVjb21wdXRlZF90b2tlbnMYAyABKAMSFgoOaGlzdG9yeV9sZW5ndGgYBCABKAMiKQoTQ2xvc2VTZXNzaW9uUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJIjQKFENsb3NlU2Vzc2lvblJlc3BvbnNlEhwKFGZpbmFsX2hpc3RvcnlfbGVuZ3RoGAEgASgDIhMKEUdldENsdXN0ZXJSZXF1ZXN0ImoKEkdldENsdXN0ZXJSZXNwb25zZRIrCgdtZW1iZXJzGAEgAygLMhouaG9sZGZhc3QudjEuQ2x1c3Rlck1lbWJlchITCgt0aGlzX21lbWJlchgCIAEoCRISCgppc19jbHVzdGVyGAMgASgIIsABCg1DbHVzdGVyTWVtYmVyEgwKBG5hbWUYASABKAkSDQoFc3RhdGUYAiABKAkSHwoSbGVhc2VfbGVmdF9zZWNvbmRzGAMgASgBSACIAQESDQoFZXBvY2gYBCABKAMSEAoIc2Vzc2lvbnMYBSABKAUSDAoEcm9vbRgGIAEoBRIPCgd2ZXJzaW9uGAcgASgJEgwKBGh0dHAYCCABKAkSDAoEZ3JwYxgJIAEoCUIVChNfbGVhc2VfbGVmdF9zZWNvbmRzKpEBCgpTdG9wUmVhc29uEhsKF1NUT1BfUkVBU09OX1VOU1BFQ0lGSUVEEAASGgoWU1RPUF9SRUFTT05fTUFYX1RPS0VOUxABEhMKD1NUT1BfUkVBU09OX0VPUxACEhoKFlNUT1BfUkVBU09OX1NUT1BfVE9LRU4QAxIZChVTVE9QX1JFQVNPTl9DQU5DRUxMRUQQBCp5CgxTZXNzaW9uU3RhdGUSHQoZU0VTU0lPTl9TVEFURV9VTlNQRUNJRklFRBAAEhYKElNFU1NJT05fU1RBVEVfTElWRRABEhgKFFNFU1NJT05fU1RBVEVfUEFSS0VEEAISGAoUU0VTU0lPTl9TVEFURV9GQUlMRUQQAyppCghTcGFuS2luZBIZChVTUEFOX0tJTkRfVU5TUEVDSUZJRUQQABITCg9TUEFOX0tJTkRfR0lWRU4QARIVChFTUEFOX0tJTkRfU0FNUExFRBACEhYKElNQQU5fS0lORF9SRUNBTExFRBADMtMJCg5SdW50aW1lU2VydmljZRJWCg1DcmVhdGVTZXNzaW9uEiEuaG9sZGZhc3QudjEuQ3JlYXRlU2Vzc2lvblJlcXVlc3QaIi5ob2xkZmFzdC52MS5DcmVhdGVTZXNzaW9uUmVzcG9uc2USUwoMR2V0TW9kZWxJbmZvEiAuaG9sZGZhc3QudjEuR2V0TW9kZWxJbmZvUmVxdWVzdBohLmhvbGRmYXN0LnYxLkdldE1vZGVsSW5mb1Jlc3BvbnNlElMKDEFwcGVuZFRva2VucxIgLmhvbGRmYXN0LnYxLkFwcGVuZFRva2Vuc1JlcXVlc3QaIS5ob2xkZmFzdC52MS5BcHBlbmRUb2tlbnNSZXNwb25zZRJGCghHZW5lcmF0ZRIcLmhvbGRmYXN0LnYxLkdlbmVyYXRlUmVxdWVzdBoaLmhvbGRmYXN0LnYxLkdlbmVyYXRlRXZlbnQwARI+CgRUdXJuEhguaG9sZGZhc3QudjEuVHVyblJlcXVlc3QaGi5ob2xkZmFzdC52MS5HZW5lcmF0ZUV2ZW50MAESUAoLRm9ya1Nlc3Npb24SHy5ob2xkZmFzdC52MS5Gb3JrU2Vzc2lvblJlcXVlc3QaIC5ob2xkZmFzdC52MS5Gb3JrU2Vzc2lvblJlc3BvbnNlElYKDVJld2luZFNlc3Npb24SIS5ob2xkZmFzdC52MS5SZXdpbmRTZXNzaW9uUmVxdWVzdBoiLmhvbGRmYXN0LnYxLlJld2luZFNlc3Npb25SZXNwb25zZRJOCg5HZXRTZXNzaW9uSW5mbxIiLmhvbGRmYXN0LnYxLkdldFNlc3Npb25JbmZvUmVxdWVzdBoYLmhvbGRmYXN0LnYxLlNlc3Npb25JbmZvElMKDExpc3RTZXNzaW9ucxIgLmhvbGRmYXN0LnYxLkxpc3RTZXNzaW9uc1JlcXVlc3QaIS5ob2xkZmFzdC52MS5MaXN0U2Vzc2lvbnNSZXNwb25zZRJJCgpHZXRIaXN0b3J5Eh4uaG9sZGZhc3QudjEuR2V0SGlzdG9yeVJlcXVlc3QaGS5ob2xkZmFzdC52MS5IaXN0b3J5Q2h1bmswARJWCg1TZWFyY2hIaXN0b3J5EiEuaG9sZGZhc3QudjEuU2VhcmNoSGlzdG9yeVJlcXVlc3QaIi5ob2xkZmFzdC52MS5TZWFyY2hIaXN0b3J5UmVzcG9uc2USTwoNRXhwb3J0U2Vzc2lvbhIhLmhvbGRmYXN0LnYxLkV4cG9ydFNlc3Npb25SZXF1ZXN0GhkuaG9sZGZhc3QudjEuU2Vzc2lvbkNodW5rMAESUAoNSW1wb3J0U2Vzc2lvbhIZLmhvbGRmYXN0LnYxLlNlc3Npb25DaHVuaxoiLmhvbGRmYXN0LnYxLkltcG9ydFNlc3Npb25SZXNwb25zZSgBElMKDENsb3NlU2Vzc2lvbhIgLmhvbGRmYXN0LnYxLkNsb3NlU2Vzc2lvblJlcXVlc3QaIS5ob2xkZmFzdC52MS5DbG9zZVNlc3Npb25SZXNwb25zZRJNCgpHZXRDbHVzdGVyEh4uaG9sZGZhc3QudjEuR2V0Q2x1c3RlclJlcXVlc3QaHy5ob2xkZmFzdC52MS5HZXRDbHVzdGVyUmVzcG9uc2ViBnByb3RvMw");
+  fileDesc("Chlob2xkZmFzdC92MS9ydW50aW1lLnByb3RvEgtob2xkZmFzdC52MSLyAQoUQ3JlYXRlU2Vzc2lvblJlcXVlc3QSFAoMY2xpZW50X2xhYmVsGAEgASgJEhUKDWVvc190b2tlbl9pZHMYAiADKAUSEQoJdG9rZW5faWRzGAMgAygFEhcKCnBpbl90b2tlbnMYBCABKAVIAIgBARJBCghtZXRhZGF0YRgFIAMoCzIvLmhvbGRmYXN0LnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0Lk1ldGFkYXRhRW50cnkaLwoNTWV0YWRhdGFFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQg0KC19waW5fdG9rZW5zIrIBChVDcmVhdGVTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIMCgRzaW5rGAIgASgFEg4KBnJlY2VudBgDIAEoBRIeChFrdl9yZXNlcnZlZF9ieXRlcxgEIAEoA0gAiAEBEhkKEW1vZGVsX2ZpbmdlcnByaW50GAUgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAYgASgDQhQKEl9rdl9yZXNlcnZlZF9ieXRlcyIVChNHZXRNb2RlbEluZm9SZXF1ZXN0IusBChRHZXRNb2RlbEluZm9SZXNwb25zZRIMCgRuYW1lGAEgASgJEhMKC2ZpbmdlcnByaW50GAIgASgJEhcKD3ZvY2FidWxhcnlfc2l6ZRgDIAEoBRIVCg1lb3NfdG9rZW5faWRzGAQgAygFEhYKDnRva2VuaXplcl9oYXNoGAUgASgJEhoKEmNoYXRfdGVtcGxhdGVfaGFzaBgGIAEoCRIMCgRzaW5rGAcgASgFEg4KBnJlY2VudBgIIAEoBRIWCg5tYXhfcGluX3Rva2VucxgJIAEoBRIWCg5jb250ZXh0X2xlbmd0aBgKIAEoBSJ+ChNBcHBlbmRUb2tlbnNSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygFEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGAMgASgDSACIAQFCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoImoKFEFwcGVuZFRva2Vuc1Jlc3BvbnNlEhYKDmhpc3RvcnlfbGVuZ3RoGAEgASgDEhgKEHByZWZpbGxlZF90b2tlbnMYAiABKAMSIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAMgASgBIp4ECg9TYW1wbGluZ09wdGlvbnMSEQoEc2VlZBgBIAEoBEgAiAEBEhgKC3RlbXBlcmF0dXJlGAIgASgBSAGIAQESEgoFdG9wX3AYAyABKAFIAogBARISCgV0b3BfaxgEIAEoBUgDiAEBEhIKBW1pbl9wGAUgASgBSASIAQESHQoQcHJlc2VuY2VfcGVuYWx0eRgGIAEoAUgFiAEBEh4KEWZyZXF1ZW5jeV9wZW5hbHR5GAcgASgBSAaIAQESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAggASgBSAeIAQESPwoKbG9naXRfYmlhcxgJIAMoCzIrLmhvbGRmYXN0LnYxLlNhbXBsaW5nT3B0aW9ucy5Mb2dpdEJpYXNFbnRyeRIWCg5zdG9wX3Rva2VuX2lkcxgKIAMoBRIUCgx0b3BfbG9ncHJvYnMYCyABKAUSGAoLc3BlY3VsYXRpb24YDCABKAhICIgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKAUSDQoFdmFsdWUYAiABKAE6AjgBQgcKBV9zZWVkQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX3BCCAoGX3RvcF9rQggKBl9taW5fcEITChFfcHJlc2VuY2VfcGVuYWx0eUIUChJfZnJlcXVlbmN5X3BlbmFsdHlCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUIOCgxfc3BlY3VsYXRpb24iwQEKD0dlbmVyYXRlUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCm1heF90b2tlbnMYAiABKAUSJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYAyABKANIAIgBARIuCghzYW1wbGluZxgEIAEoCzIcLmhvbGRmYXN0LnYxLlNhbXBsaW5nT3B0aW9ucxIUCgxiYXRjaF90b2tlbnMYBSABKAhCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoItABCgtUdXJuUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoBRISCgptYXhfdG9rZW5zGAMgASgFEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGAQgASgDSACIAQESLgoIc2FtcGxpbmcYBSABKAsyHC5ob2xkZmFzdC52MS5TYW1wbGluZ09wdGlvbnMSFAoMYmF0Y2hfdG9rZW5zGAYgASgIQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCIxCgxUb2tlbkxvZ3Byb2ISEAoIdG9rZW5faWQYASABKAUSDwoHbG9ncHJvYhgCIAEoASJsCgVUb2tlbhIQCgh0b2tlbl9pZBgBIAEoBRIPCgdsb2dwcm9iGAIgASgBEhgKEHNhbXBsaW5nX2xvZ3Byb2IYAyABKAESJgoDdG9wGAQgAygLMhkuaG9sZGZhc3QudjEuVG9rZW5Mb2dwcm9iIjAKClRva2VuQmF0Y2gSIgoGdG9rZW5zGAEgAygLMhIuaG9sZGZhc3QudjEuVG9rZW4iPgoQSGlzdG9yeVRydW5jYXRlZBIVCg1mcm9tX3Bvc2l0aW9uGAEgASgDEhMKC3RvX3Bvc2l0aW9uGAIgASgDIq4CCgREb25lEiwKC3N0b3BfcmVhc29uGAEgASgOMhcuaG9sZGZhc3QudjEuU3RvcFJlYXNvbhIdChVnZW5lcmF0ZWRfdG9rZW5fY291bnQYAiABKAUSFgoOcHJlZmlsbF90b2tlbnMYAyABKAMSIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAQgASgBEh4KFnRvdGFsX2R1cmF0aW9uX3NlY29uZHMYBSABKAESHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGAYgASgDEh0KFXByb3Bvc2VkX2RyYWZ0X3Rva2VucxgHIAEoAxIbChNkcm9wcGVkX3Rva2VuX2NvdW50GAggASgDEgwKBHNlZWQYCSABKAQSFgoOaGlzdG9yeV9sZW5ndGgYCiABKAMivwEKDUdlbmVyYXRlRXZlbnQSIwoFdG9rZW4YASABKAsyEi5ob2xkZmFzdC52MS5Ub2tlbkgAEjIKCXRydW5jYXRlZBgCIAEoCzIdLmhvbGRmYXN0LnYxLkhpc3RvcnlUcnVuY2F0ZWRIABIhCgRkb25lGAMgASgLMhEuaG9sZGZhc3QudjEuRG9uZUgAEikKBnRva2VucxgEIAEoCzIXLmhvbGRmYXN0LnYxLlRva2VuQmF0Y2hIAEIHCgVldmVudCJoChJGb3JrU2Vzc2lvblJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIYCgthdF9wb3NpdGlvbhgCIAEoA0gAiAEBEhQKDGNsaWVudF9sYWJlbBgDIAEoCUIOCgxfYXRfcG9zaXRpb24iXAoTRm9ya1Nlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAIgASgDEhkKEXJlY29tcHV0ZWRfdG9rZW5zGAMgASgDIj8KFFJld2luZFNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEwoLdG9fcG9zaXRpb24YAiABKAMiSgoVUmV3aW5kU2Vzc2lvblJlc3BvbnNlEhYKDmhpc3RvcnlfbGVuZ3RoGAEgASgDEhkKEXJlY29tcHV0ZWRfdG9rZW5zGAIgASgDImgKDFNwYW5zU3VtbWFyeRITCgtnaXZlbl9zcGFucxgBIAEoAxIUCgxnaXZlbl90b2tlbnMYAiABKAMSFQoNc2FtcGxlZF9zcGFucxgDIAEoAxIWCg5zYW1wbGVkX3Rva2VucxgEIAEoAyIrChVHZXRTZXNzaW9uSW5mb1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCSKqBAoLU2Vzc2lvbkluZm8SEgoKc2Vzc2lvbl9pZBgBIAEoCRIUCgxjbGllbnRfbGFiZWwYAiABKAkSKAoFc3RhdGUYAyABKA4yGS5ob2xkZmFzdC52MS5TZXNzaW9uU3RhdGUSDAoEYnVzeRgEIAEoCBIWCg5oaXN0b3J5X2xlbmd0aBgFIAEoAxIbChNkcm9wcGVkX3Rva2VuX2NvdW50GAYgASgDEhoKDWt2X2xpdmVfYnl0ZXMYByABKANIAIgBARIeChFrdl9yZXNlcnZlZF9ieXRlcxgIIAEoA0gBiAEBEhcKD2ludjFfdmlvbGF0aW9ucxgJIAEoAxIXCg9pbnYyX3Zpb2xhdGlvbnMYCiABKAMSFAoMaWRsZV9zZWNvbmRzGAsgASgBEigKBXNwYW5zGAwgASgLMhkuaG9sZGZhc3QudjEuU3BhbnNTdW1tYXJ5EjgKCG1ldGFkYXRhGA0gAygLMiYuaG9sZGZhc3QudjEuU2Vzc2lvbkluZm8uTWV0YWRhdGFFbnRyeRIPCgdmYWlsdXJlGA4gASgJEgwKBHNpbmsYDyABKAUSDgoGcmVjZW50GBAgASgFEhQKDHJld2luZF9jb3VudBgRIAEoAxovCg1NZXRhZGF0YUVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCEAoOX2t2X2xpdmVfYnl0ZXNCFAoSX2t2X3Jlc2VydmVkX2J5dGVzIqEBChNMaXN0U2Vzc2lvbnNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhkKDGNsaWVudF9sYWJlbBgDIAEoCUgAiAEBEi0KBXN0YXRlGAQgASgOMhkuaG9sZGZhc3QudjEuU2Vzc2lvblN0YXRlSAGIAQFCDwoNX2NsaWVudF9sYWJlbEIICgZfc3RhdGUiWwoUTGlzdFNlc3Npb25zUmVzcG9uc2USKgoIc2Vzc2lvbnMYASADKAsyGC5ob2xkZmFzdC52MS5TZXNzaW9uSW5mbxIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkifwoRR2V0SGlzdG9yeVJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIaCg1mcm9tX3Bvc2l0aW9uGAIgASgDSACIAQESGAoLdG9fcG9zaXRpb24YAyABKANIAYgBAUIQCg5fZnJvbV9wb3NpdGlvbkIOCgxfdG9fcG9zaXRpb24i0AEKDEhpc3RvcnlDaHVuaxIVCg1mcm9tX3Bvc2l0aW9uGAEgASgDEiMKBGtpbmQYAiABKA4yFS5ob2xkZmFzdC52MS5TcGFuS2luZBIRCgl0b2tlbl9pZHMYAyADKAUSEAoIbG9ncHJvYnMYBCADKAESGQoRc2FtcGxpbmdfbG9ncHJvYnMYBSADKAESLAoLc3RvcF9yZWFzb24YBiABKA4yFy5ob2xkZmFzdC52MS5TdG9wUmVhc29uEhYKDndlaWdodF92ZXJzaW9uGAcgASgJInoKFFNlYXJjaEhpc3RvcnlSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSDQoFcXVlcnkYAiABKAkSFwoPcXVlcnlfdG9rZW5faWRzGAMgAygFEg0KBWxpbWl0GAQgASgFEhcKD2luY2x1ZGVfaW5fdmlldxgFIAEoCCI/ChVTZWFyY2hIaXN0b3J5UmVzcG9uc2USJgoIcGFzc2FnZXMYASADKAsyFC5ob2xkZmFzdC52MS5QYXNzYWdlIm4KB1Bhc3NhZ2USDAoEdHVybhgBIAEoAxIMCgRyb2xlGAIgASgJEgwKBHRleHQYAyABKAkSFQoNZnJvbV9wb3NpdGlvbhgEIAEoAxITCgt0b19wb3NpdGlvbhgFIAEoAxINCgVzY29yZRgGIAEoASJEChRFeHBvcnRTZXNzaW9uUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhgKEHdpdGhvdXRfc25hcHNob3QYAiABKAgiHAoMU2Vzc2lvbkNodW5rEgwKBGRhdGEYASABKAwidQoVSW1wb3J0U2Vzc2lvblJlc3BvbnNlEhIKCnNlc3Npb25faWQYASABKAkSFQoNcmV1c2VkX3Rva2VucxgCIAEoAxIZChFyZWNvbXB1dGVkX3Rva2VucxgDIAEoAxIWCg5oaXN0b3J5X2xlbmd0aBgEIAEoAyIpChNDbG9zZVNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkiNAoUQ2xvc2VTZXNzaW9uUmVzcG9uc2USHAoUZmluYWxfaGlzdG9yeV9sZW5ndGgYASABKAMiEwoRR2V0Q2x1c3RlclJlcXVlc3QiagoSR2V0Q2x1c3RlclJlc3BvbnNlEisKB21lbWJlcnMYASADKAsyGi5ob2xkZmFzdC52MS5DbHVzdGVyTWVtYmVyEhMKC3RoaXNfbWVtYmVyGAIgASgJEhIKCmlzX2NsdXN0ZXIYAyABKAgiwAEKDUNsdXN0ZXJNZW1iZXISDAoEbmFtZRgBIAEoCRINCgVzdGF0ZRgCIAEoCRIfChJsZWFzZV9sZWZ0X3NlY29uZHMYAyABKAFIAIgBARINCgVlcG9jaBgEIAEoAxIQCghzZXNzaW9ucxgFIAEoBRIMCgRyb29tGAYgASgFEg8KB3ZlcnNpb24YByABKAkSDAoEaHR0cBgIIAEoCRIMCgRncnBjGAkgASgJQhUKE19sZWFzZV9sZWZ0X3NlY29uZHMqkQEKClN0b3BSZWFzb24SGwoXU1RPUF9SRUFTT05fVU5TUEVDSUZJRUQQABIaChZTVE9QX1JFQVNPTl9NQVhfVE9LRU5TEAESEwoPU1RPUF9SRUFTT05fRU9TEAISGgoWU1RPUF9SRUFTT05fU1RPUF9UT0tFThADEhkKFVNUT1BfUkVBU09OX0NBTkNFTExFRBAEKnkKDFNlc3Npb25TdGF0ZRIdChlTRVNTSU9OX1NUQVRFX1VOU1BFQ0lGSUVEEAASFgoSU0VTU0lPTl9TVEFURV9MSVZFEAESGAoUU0VTU0lPTl9TVEFURV9QQVJLRUQQAhIYChRTRVNTSU9OX1NUQVRFX0ZBSUxFRBADKmkKCFNwYW5LaW5kEhkKFVNQQU5fS0lORF9VTlNQRUNJRklFRBAAEhMKD1NQQU5fS0lORF9HSVZFThABEhUKEVNQQU5fS0lORF9TQU1QTEVEEAISFgoSU1BBTl9LSU5EX1JFQ0FMTEVEEAMy0wkKDlJ1bnRpbWVTZXJ2aWNlElYKDUNyZWF0ZVNlc3Npb24SIS5ob2xkZmFzdC52MS5DcmVhdGVTZXNzaW9uUmVxdWVzdBoiLmhvbGRmYXN0LnYxLkNyZWF0ZVNlc3Npb25SZXNwb25zZRJTCgxHZXRNb2RlbEluZm8SIC5ob2xkZmFzdC52MS5HZXRNb2RlbEluZm9SZXF1ZXN0GiEuaG9sZGZhc3QudjEuR2V0TW9kZWxJbmZvUmVzcG9uc2USUwoMQXBwZW5kVG9rZW5zEiAuaG9sZGZhc3QudjEuQXBwZW5kVG9rZW5zUmVxdWVzdBohLmhvbGRmYXN0LnYxLkFwcGVuZFRva2Vuc1Jlc3BvbnNlEkYKCEdlbmVyYXRlEhwuaG9sZGZhc3QudjEuR2VuZXJhdGVSZXF1ZXN0GhouaG9sZGZhc3QudjEuR2VuZXJhdGVFdmVudDABEj4KBFR1cm4SGC5ob2xkZmFzdC52MS5UdXJuUmVxdWVzdBoaLmhvbGRmYXN0LnYxLkdlbmVyYXRlRXZlbnQwARJQCgtGb3JrU2Vzc2lvbhIfLmhvbGRmYXN0LnYxLkZvcmtTZXNzaW9uUmVxdWVzdBogLmhvbGRmYXN0LnYxLkZvcmtTZXNzaW9uUmVzcG9uc2USVgoNUmV3aW5kU2Vzc2lvbhIhLmhvbGRmYXN0LnYxLlJld2luZFNlc3Npb25SZXF1ZXN0GiIuaG9sZGZhc3QudjEuUmV3aW5kU2Vzc2lvblJlc3BvbnNlEk4KDkdldFNlc3Npb25JbmZvEiIuaG9sZGZhc3QudjEuR2V0U2Vzc2lvbkluZm9SZXF1ZXN0GhguaG9sZGZhc3QudjEuU2Vzc2lvbkluZm8SUwoMTGlzdFNlc3Npb25zEiAuaG9sZGZhc3QudjEuTGlzdFNlc3Npb25zUmVxdWVzdBohLmhvbGRmYXN0LnYxLkxpc3RTZXNzaW9uc1Jlc3BvbnNlEkkKCkdldEhpc3RvcnkSHi5ob2xkZmFzdC52MS5HZXRIaXN0b3J5UmVxdWVzdBoZLmhvbGRmYXN0LnYxLkhpc3RvcnlDaHVuazABElYKDVNlYXJjaEhpc3RvcnkSIS5ob2xkZmFzdC52MS5TZWFyY2hIaXN0b3J5UmVxdWVzdBoiLmhvbGRmYXN0LnYxLlNlYXJjaEhpc3RvcnlSZXNwb25zZRJPCg1FeHBvcnRTZXNzaW9uEiEuaG9sZGZhc3QudjEuRXhwb3J0U2Vzc2lvblJlcXVlc3QaGS5ob2xkZmFzdC52MS5TZXNzaW9uQ2h1bmswARJQCg1JbXBvcnRTZXNzaW9uEhkuaG9sZGZhc3QudjEuU2Vzc2lvbkNodW5rGiIuaG9sZGZhc3QudjEuSW1wb3J0U2Vzc2lvblJlc3BvbnNlKAESUwoMQ2xvc2VTZXNzaW9uEiAuaG9sZGZhc3QudjEuQ2xvc2VTZXNzaW9uUmVxdWVzdBohLmhvbGRmYXN0LnYxLkNsb3NlU2Vzc2lvblJlc3BvbnNlEk0KCkdldENsdXN0ZXISHi5ob2xkZmFzdC52MS5HZXRDbHVzdGVyUmVxdWVzdBofLmhvbGRmYXN0LnYxLkdldENsdXN0ZXJSZXNwb25zZWIGcHJvdG8z");
 
 /**
  * @generated from message holdfast.v1.CreateSessionRequest
@@ -332,6 +332,13 @@ export type GenerateRequest = Message<"holdfast.v1.GenerateRequest"> & {
    * @generated from field: holdfast.v1.SamplingOptions sampling = 4;
    */
   sampling?: SamplingOptions | undefined;
+
+  /**
+   * Tokens that were sampled at the same time come in one event, `tokens`; without it each comes in one of its own.
+   *
+   * @generated from field: bool batch_tokens = 5;
+   */
+  batchTokens: boolean;
 };
 
 /**
@@ -369,6 +376,13 @@ export type TurnRequest = Message<"holdfast.v1.TurnRequest"> & {
    * @generated from field: holdfast.v1.SamplingOptions sampling = 5;
    */
   sampling?: SamplingOptions | undefined;
+
+  /**
+   * As in GenerateRequest.
+   *
+   * @generated from field: bool batch_tokens = 6;
+   */
+  batchTokens: boolean;
 };
 
 /**
@@ -437,6 +451,23 @@ export const TokenSchema: GenMessage<Token> = /*@__PURE__*/
   messageDesc(file_holdfast_v1_runtime, 10);
 
 /**
+ * @generated from message holdfast.v1.TokenBatch
+ */
+export type TokenBatch = Message<"holdfast.v1.TokenBatch"> & {
+  /**
+   * @generated from field: repeated holdfast.v1.Token tokens = 1;
+   */
+  tokens: Token[];
+};
+
+/**
+ * Describes the message holdfast.v1.TokenBatch.
+ * Use `create(TokenBatchSchema)` to create a new message.
+ */
+export const TokenBatchSchema: GenMessage<TokenBatch> = /*@__PURE__*/
+  messageDesc(file_holdfast_v1_runtime, 11);
+
+/**
  * Positions [from_position, to_position) can no longer be seen by the model.
  *
  * @generated from message holdfast.v1.HistoryTruncated
@@ -458,7 +489,7 @@ export type HistoryTruncated = Message<"holdfast.v1.HistoryTruncated"> & {
  * Use `create(HistoryTruncatedSchema)` to create a new message.
  */
 export const HistoryTruncatedSchema: GenMessage<HistoryTruncated> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 11);
+  messageDesc(file_holdfast_v1_runtime, 12);
 
 /**
  * @generated from message holdfast.v1.Done
@@ -522,7 +553,7 @@ export type Done = Message<"holdfast.v1.Done"> & {
  * Use `create(DoneSchema)` to create a new message.
  */
 export const DoneSchema: GenMessage<Done> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 12);
+  messageDesc(file_holdfast_v1_runtime, 13);
 
 /**
  * @generated from message holdfast.v1.GenerateEvent
@@ -551,6 +582,14 @@ export type GenerateEvent = Message<"holdfast.v1.GenerateEvent"> & {
      */
     value: Done;
     case: "done";
+  } | {
+    /**
+     * Only where the request has asked for batches.
+     *
+     * @generated from field: holdfast.v1.TokenBatch tokens = 4;
+     */
+    value: TokenBatch;
+    case: "tokens";
   } | { case: undefined; value?: undefined };
 };
 
@@ -559,7 +598,7 @@ export type GenerateEvent = Message<"holdfast.v1.GenerateEvent"> & {
  * Use `create(GenerateEventSchema)` to create a new message.
  */
 export const GenerateEventSchema: GenMessage<GenerateEvent> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 13);
+  messageDesc(file_holdfast_v1_runtime, 14);
 
 /**
  * @generated from message holdfast.v1.ForkSessionRequest
@@ -586,7 +625,7 @@ export type ForkSessionRequest = Message<"holdfast.v1.ForkSessionRequest"> & {
  * Use `create(ForkSessionRequestSchema)` to create a new message.
  */
 export const ForkSessionRequestSchema: GenMessage<ForkSessionRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 14);
+  messageDesc(file_holdfast_v1_runtime, 15);
 
 /**
  * @generated from message holdfast.v1.ForkSessionResponse
@@ -613,7 +652,7 @@ export type ForkSessionResponse = Message<"holdfast.v1.ForkSessionResponse"> & {
  * Use `create(ForkSessionResponseSchema)` to create a new message.
  */
 export const ForkSessionResponseSchema: GenMessage<ForkSessionResponse> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 15);
+  messageDesc(file_holdfast_v1_runtime, 16);
 
 /**
  * @generated from message holdfast.v1.RewindSessionRequest
@@ -635,7 +674,7 @@ export type RewindSessionRequest = Message<"holdfast.v1.RewindSessionRequest"> &
  * Use `create(RewindSessionRequestSchema)` to create a new message.
  */
 export const RewindSessionRequestSchema: GenMessage<RewindSessionRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 16);
+  messageDesc(file_holdfast_v1_runtime, 17);
 
 /**
  * @generated from message holdfast.v1.RewindSessionResponse
@@ -657,7 +696,7 @@ export type RewindSessionResponse = Message<"holdfast.v1.RewindSessionResponse">
  * Use `create(RewindSessionResponseSchema)` to create a new message.
  */
 export const RewindSessionResponseSchema: GenMessage<RewindSessionResponse> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 17);
+  messageDesc(file_holdfast_v1_runtime, 18);
 
 /**
  * Recalled spans and tokens count as given ones.
@@ -691,7 +730,7 @@ export type SpansSummary = Message<"holdfast.v1.SpansSummary"> & {
  * Use `create(SpansSummarySchema)` to create a new message.
  */
 export const SpansSummarySchema: GenMessage<SpansSummary> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 18);
+  messageDesc(file_holdfast_v1_runtime, 19);
 
 /**
  * @generated from message holdfast.v1.GetSessionInfoRequest
@@ -708,7 +747,7 @@ export type GetSessionInfoRequest = Message<"holdfast.v1.GetSessionInfoRequest">
  * Use `create(GetSessionInfoRequestSchema)` to create a new message.
  */
 export const GetSessionInfoRequestSchema: GenMessage<GetSessionInfoRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 19);
+  messageDesc(file_holdfast_v1_runtime, 20);
 
 /**
  * @generated from message holdfast.v1.SessionInfo
@@ -809,7 +848,7 @@ export type SessionInfo = Message<"holdfast.v1.SessionInfo"> & {
  * Use `create(SessionInfoSchema)` to create a new message.
  */
 export const SessionInfoSchema: GenMessage<SessionInfo> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 20);
+  messageDesc(file_holdfast_v1_runtime, 21);
 
 /**
  * @generated from message holdfast.v1.ListSessionsRequest
@@ -843,7 +882,7 @@ export type ListSessionsRequest = Message<"holdfast.v1.ListSessionsRequest"> & {
  * Use `create(ListSessionsRequestSchema)` to create a new message.
  */
 export const ListSessionsRequestSchema: GenMessage<ListSessionsRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 21);
+  messageDesc(file_holdfast_v1_runtime, 22);
 
 /**
  * @generated from message holdfast.v1.ListSessionsResponse
@@ -865,7 +904,7 @@ export type ListSessionsResponse = Message<"holdfast.v1.ListSessionsResponse"> &
  * Use `create(ListSessionsResponseSchema)` to create a new message.
  */
 export const ListSessionsResponseSchema: GenMessage<ListSessionsResponse> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 22);
+  messageDesc(file_holdfast_v1_runtime, 23);
 
 /**
  * @generated from message holdfast.v1.GetHistoryRequest
@@ -892,7 +931,7 @@ export type GetHistoryRequest = Message<"holdfast.v1.GetHistoryRequest"> & {
  * Use `create(GetHistoryRequestSchema)` to create a new message.
  */
 export const GetHistoryRequestSchema: GenMessage<GetHistoryRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 23);
+  messageDesc(file_holdfast_v1_runtime, 24);
 
 /**
  * Tokens of one span; a long span comes in several chunks.
@@ -947,7 +986,7 @@ export type HistoryChunk = Message<"holdfast.v1.HistoryChunk"> & {
  * Use `create(HistoryChunkSchema)` to create a new message.
  */
 export const HistoryChunkSchema: GenMessage<HistoryChunk> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 24);
+  messageDesc(file_holdfast_v1_runtime, 25);
 
 /**
  * @generated from message holdfast.v1.SearchHistoryRequest
@@ -990,7 +1029,7 @@ export type SearchHistoryRequest = Message<"holdfast.v1.SearchHistoryRequest"> &
  * Use `create(SearchHistoryRequestSchema)` to create a new message.
  */
 export const SearchHistoryRequestSchema: GenMessage<SearchHistoryRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 25);
+  messageDesc(file_holdfast_v1_runtime, 26);
 
 /**
  * @generated from message holdfast.v1.SearchHistoryResponse
@@ -1007,7 +1046,7 @@ export type SearchHistoryResponse = Message<"holdfast.v1.SearchHistoryResponse">
  * Use `create(SearchHistoryResponseSchema)` to create a new message.
  */
 export const SearchHistoryResponseSchema: GenMessage<SearchHistoryResponse> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 26);
+  messageDesc(file_holdfast_v1_runtime, 27);
 
 /**
  * A part of a message of a chat, or of a span of tokens.
@@ -1060,7 +1099,7 @@ export type Passage = Message<"holdfast.v1.Passage"> & {
  * Use `create(PassageSchema)` to create a new message.
  */
 export const PassageSchema: GenMessage<Passage> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 27);
+  messageDesc(file_holdfast_v1_runtime, 28);
 
 /**
  * @generated from message holdfast.v1.ExportSessionRequest
@@ -1084,7 +1123,7 @@ export type ExportSessionRequest = Message<"holdfast.v1.ExportSessionRequest"> &
  * Use `create(ExportSessionRequestSchema)` to create a new message.
  */
 export const ExportSessionRequestSchema: GenMessage<ExportSessionRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 28);
+  messageDesc(file_holdfast_v1_runtime, 29);
 
 /**
  * @generated from message holdfast.v1.SessionChunk
@@ -1101,7 +1140,7 @@ export type SessionChunk = Message<"holdfast.v1.SessionChunk"> & {
  * Use `create(SessionChunkSchema)` to create a new message.
  */
 export const SessionChunkSchema: GenMessage<SessionChunk> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 29);
+  messageDesc(file_holdfast_v1_runtime, 30);
 
 /**
  * @generated from message holdfast.v1.ImportSessionResponse
@@ -1135,7 +1174,7 @@ export type ImportSessionResponse = Message<"holdfast.v1.ImportSessionResponse">
  * Use `create(ImportSessionResponseSchema)` to create a new message.
  */
 export const ImportSessionResponseSchema: GenMessage<ImportSessionResponse> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 30);
+  messageDesc(file_holdfast_v1_runtime, 31);
 
 /**
  * @generated from message holdfast.v1.CloseSessionRequest
@@ -1152,7 +1191,7 @@ export type CloseSessionRequest = Message<"holdfast.v1.CloseSessionRequest"> & {
  * Use `create(CloseSessionRequestSchema)` to create a new message.
  */
 export const CloseSessionRequestSchema: GenMessage<CloseSessionRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 31);
+  messageDesc(file_holdfast_v1_runtime, 32);
 
 /**
  * @generated from message holdfast.v1.CloseSessionResponse
@@ -1169,7 +1208,7 @@ export type CloseSessionResponse = Message<"holdfast.v1.CloseSessionResponse"> &
  * Use `create(CloseSessionResponseSchema)` to create a new message.
  */
 export const CloseSessionResponseSchema: GenMessage<CloseSessionResponse> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 32);
+  messageDesc(file_holdfast_v1_runtime, 33);
 
 /**
  * @generated from message holdfast.v1.GetClusterRequest
@@ -1182,7 +1221,7 @@ export type GetClusterRequest = Message<"holdfast.v1.GetClusterRequest"> & {
  * Use `create(GetClusterRequestSchema)` to create a new message.
  */
 export const GetClusterRequestSchema: GenMessage<GetClusterRequest> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 33);
+  messageDesc(file_holdfast_v1_runtime, 34);
 
 /**
  * @generated from message holdfast.v1.GetClusterResponse
@@ -1213,7 +1252,7 @@ export type GetClusterResponse = Message<"holdfast.v1.GetClusterResponse"> & {
  * Use `create(GetClusterResponseSchema)` to create a new message.
  */
 export const GetClusterResponseSchema: GenMessage<GetClusterResponse> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 34);
+  messageDesc(file_holdfast_v1_runtime, 35);
 
 /**
  * @generated from message holdfast.v1.ClusterMember
@@ -1282,7 +1321,7 @@ export type ClusterMember = Message<"holdfast.v1.ClusterMember"> & {
  * Use `create(ClusterMemberSchema)` to create a new message.
  */
 export const ClusterMemberSchema: GenMessage<ClusterMember> = /*@__PURE__*/
-  messageDesc(file_holdfast_v1_runtime, 35);
+  messageDesc(file_holdfast_v1_runtime, 36);
 
 /**
  * @generated from enum holdfast.v1.StopReason
