@@ -15,6 +15,7 @@ from holdfast.generation import Sampled
 from holdfast.serving import lifecycle
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.http import app, routes_events
+from holdfast.serving.http.response import StreamTimes
 from holdfast.serving.http.routes_events import EventRoutes
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions import watch as watching
@@ -307,6 +308,16 @@ async def test_stateless_requests_and_caches_are_no_rows(monkeypatch: pytest.Mon
 
 
 # Listeners
+
+
+async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_events, "_TIMES", StreamTimes(ping_s=0.01))
+    async with serving(wordy_engine(forward_s=0), default_chat()) as server, client_of(server) as client:
+        session = await open_session(client)
+        async with client.stream("GET", f"/sessions/{session}/events") as response:
+            lines = response.aiter_lines()
+            while await anext(lines) != ": ping":
+                pass
 
 
 async def test_only_so_many_may_listen_to_one_session_or_to_all_of_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
