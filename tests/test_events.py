@@ -15,13 +15,14 @@ from holdfast.generation import Sampled
 from holdfast.serving import lifecycle
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.http import app, routes_events
+from holdfast.serving.http.response import StreamTimes
 from holdfast.serving.http.routes_events import EventRoutes
 from holdfast.serving.keys import LOCAL_OWNER
 from holdfast.sessions import watch as watching
 from holdfast.sessions.history import SpanKind
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.watch import Closed, Lagged, NewTokens, SessionListener, Watch, new_tokens
-from tests.serving import default_chat, serving, wordy_engine
+from tests.serving import default_chat, held, serving, wordy_engine
 from tests.talking import chat_path, client_of, error_of, open_session, refusal_of, said, until
 from tests.test_grpc import create, generate
 from tests.test_grpc import events_of as grpc_events_of
@@ -238,8 +239,9 @@ async def test_the_server_tells_its_gauges_and_the_rows_that_changed(
     monkeypatch.setattr(routes_events, "TICK_S", 0.02)
     monkeypatch.setattr(routes_events, "_FRESH_S", 0.0)
     monkeypatch.setattr(routes_events, "_COUNTED_EVERY", 1)
+    engine = wordy_engine(forward_s=0.001, num_slabs=2)
     async with (
-        serving(wordy_engine(forward_s=0.002, num_slabs=2), default_chat(), data_dir=str(tmp_path)) as server,
+        serving(engine, default_chat(), data_dir=str(tmp_path)) as server,
         client_of(server) as client,
     ):
         sessions = [await open_session(client) for _ in range(3)]
@@ -248,10 +250,13 @@ async def test_the_server_tells_its_gauges_and_the_rows_that_changed(
             assert name == "server"
             assert first["sessions"] == {"live": 2, "parked": 0, "busy": 0, "resting": 1}
             assert (first["slabs"], first["queue"], first["running"]) == ({"used": 2, "total": 2}, 0, 0)
-            turn = asyncio.ensure_future(client.post(chat_path(sessions[2]), json=said("hi", max_tokens=200)))
-            while not ((gauges := (await stream.until("server"))[-1][1])["running"] and gauges["ttft_p50_ms"]):
-                pass
-            assert gauges["sessions"]["busy"] == 1
+            turn = asyncio.ensure_future(client.post(chat_path(sessions[2]), json=said("hi", max_tokens=40)))
+            await until(lambda: engine.num_forwards > 10)
+            with held(engine):
+                await stream.until("server")
+                while not (gauges := (await stream.until("server"))[-1][1])["ttft_p50_ms"]:
+                    pass
+                assert (gauges["running"], gauges["sessions"]["busy"]) == (1, 1)
             await turn
             while not (gauges := (await stream.until("server"))[-1][1])["tokens_per_s"]:
                 pass
@@ -307,6 +312,16 @@ async def test_stateless_requests_and_caches_are_no_rows(monkeypatch: pytest.Mon
 
 
 # Listeners
+
+
+async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_events, "_TIMES", StreamTimes(ping_s=0.01))
+    async with serving(wordy_engine(forward_s=0), default_chat()) as server, client_of(server) as client:
+        session = await open_session(client)
+        async with client.stream("GET", f"/sessions/{session}/events") as response:
+            lines = response.aiter_lines()
+            while await anext(lines) != ": ping":
+                pass
 
 
 async def test_only_so_many_may_listen_to_one_session_or_to_all_of_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from holdfast.engine.slab import SlabShape
 from tests.effort import examples
 from tests.serving import Server, default_chat, held, serving, wordy_engine
 from tests.talking import chat_path, client_of, eventually, open_session, refusal_of, said, until
-from tests.test_relay import chatting
+from tests.test_relay import chats_of, chatting
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -418,3 +418,19 @@ async def test_eight_conversations_in_front_of_an_upstream_are_what_each_was_tol
         asked = [seen.json["input_ids"] for seen in upstream.chats()]
         for record in (await shown(relay.http, session))["records"]:
             asked.remove(record["request"]["input_ids"])  # each was asked for as it is on record
+
+
+@pytest.mark.parametrize("history", ["strict", "forest"])
+async def test_in_front_of_an_upstream_a_fork_from_a_turn_sends_its_path(history: str) -> None:
+    async with chatting() as (relay, upstream):
+        session = await open_session(relay.http, history=history)
+        texts = ["a"]
+        for text in ("b", "c"):
+            texts += [await take_turn(relay.http, session, said(*texts)), text]
+        response = await relay.http.post(f"/sessions/{session}/fork", json={"turn": 1})
+        fork = response.json()["session_id"]
+        await take_turn(relay.http, fork, said(*texts[:2], "other"))
+        first = (await tokens(relay.http, session, turn=1))["ids"]
+        sent = chats_of(upstream)[-1]["input_ids"]
+        assert sent[: len(first)] == first
+        assert (await tokens(relay.http, fork))["ids"][: len(sent)] == sent
