@@ -64,6 +64,7 @@ class ServeSpeedSettings:
         "`vllm serve`, with the same model",
         metavar="NAME=URL",
     )
+    threads: int = option(0, "compute threads of our server and of llama.cpp's; 0: as many as each takes by itself")
     flags: str = option("", "further flags for our server, separated by spaces")
 
     def __post_init__(self) -> None:
@@ -170,14 +171,14 @@ def _contestants(
     never_ends = {"logit_bias": {str(token): -100 for token in chat.continuation.stop_token_ids}}
     context = settings.context
     with contextlib.ExitStack() as stack:
-        sizes = ["--sessions", str(num_clients), "--recent", str(context)]
+        sizes = ["--sessions", str(num_clients), "--recent", str(context), "--threads", str(settings.threads)]
         ours = stack.enter_context(serving(settings.model, *sizes, *settings.flags.split()))
         fields = {"model": "any", **sampling, **never_ends}
         found = [Contestant(name=OURS, url=ours.http, pid=ours.pid, fields=fields, has_sessions=True)]
         if num_clients <= settings.stateless_clients:
             found.append(replace(found[0], name=STATELESS, has_sessions=False))
         for name, path in files.items():
-            command = _LlamaCommand(program, path, num_clients, context)
+            command = _LlamaCommand(program, path, num_clients, context, settings.threads)
             server = stack.enter_context(ForeignServer(name, command))
             server.wait_until_healthy()
             fields = {"model": "any", **sampling, "ignore_eos": True, "cache_prompt": True}
@@ -200,11 +201,13 @@ class _LlamaCommand:
     path: str
     num_clients: int
     context: int
+    num_threads: int = 0
 
     def __call__(self, host: str, port: int) -> list[str]:
         place = ["--host", host, "--port", str(port)]
         sizes = ["--parallel", str(self.num_clients), "--ctx-size", str(self.num_clients * self.context)]
-        return [self.program, "--model", self.path, *place, *sizes, "--cache-ram", "0", "--no-ui"]
+        threads = ["--threads", str(self.num_threads)] if self.num_threads else []
+        return [self.program, "--model", self.path, *place, *sizes, *threads, "--cache-ram", "0", "--no-ui"]
 
 
 class _Questions:
