@@ -143,14 +143,21 @@ def test_responsiveness_is_judged_by_the_lane_with_inline_as_its_control() -> No
 
 
 @pytest.mark.parametrize(("share", "is_cheap"), [(0.96, True), (0.94, False)])
-def test_a_journal_that_costs_more_than_5_percent_is_found_out(share: float, is_cheap: bool) -> None:
+def test_a_journal_that_costs_more_than_5_percent_or_15_of_large_replies_is_found_out(
+    share: float, is_cheap: bool
+) -> None:
     results = Results("overhead", "holdfast bench overhead", {})
     for _ in range(3):
         results.figure("served/turns_per_s", "1/s", 500.0)
         results.figure("journaled/turns_per_s", "1/s", 500.0 * share)
-        results.ratio("journaled:served/turns_per_s", "journaled/turns_per_s", "served/turns_per_s", "higher")
+        results.figure("large/turns_per_s", "1/s", 100.0)
+        results.figure("large_journaled/turns_per_s", "1/s", 100.0 * (share - 0.1))
+        for pair in ("journaled:served", "large_journaled:large"):
+            journaled, plain = pair.split(":")
+            results.ratio(f"{pair}/turns_per_s", f"{journaled}/turns_per_s", f"{plain}/turns_per_s", "higher")
     gates = {gate.name: gate.passed for gate in overhead.judge(results.report)}
     assert gates["journaling_costs_less_than_5_percent"] is is_cheap
+    assert gates["journaling_large_replies"] is is_cheap
 
 
 def test_a_server_that_reads_all_its_sessions_at_start_is_found_out() -> None:
@@ -619,7 +626,8 @@ def test_overhead_is_measured_beside_the_straight_way(tmp_path: Path, capsys: py
     main(["bench", "overhead", *flags, "--json", "-", "--output", str(tmp_path)])
     report = json.loads(capsys.readouterr().out)
     gates = {gate["name"]: gate for gate in report["gates"]}
-    judged = {"replies", "records", "journaling_costs_less_than_5_percent", "memory_was_seen_to_grow"}
+    journaling = {"journaling_costs_less_than_5_percent", "journaling_large_replies"}
+    judged = {"replies", "records", *journaling, "memory_was_seen_to_grow"}
     assert set(gates) == judged
     assert gates["replies"]["passed"], report["notes"]
     assert gates["records"]["passed"], report["notes"]

@@ -300,8 +300,11 @@ async def test_a_deleted_lock_or_log_is_noticed_and_costs_nothing_that_was_ackno
         assert [known.number for known in (await journal.read_session("a")).turns] == [1, 2]
 
 
-async def test_no_write_is_acknowledged_into_a_log_that_was_deleted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_no_write_is_acknowledged_into_a_log_that_was_deleted(tmp_path: Path, is_old: bool) -> None:
     async with opened(tmp_path, recover_s=60) as journal:
+        if is_old:  # the files are not looked at as long as the directory stays as it is
+            os.utime(tmp_path, (1, 1))
         await journal.write(session(), turn(1))
         (tmp_path / "journal.db-wal").unlink()
         with pytest.raises(JournalFailed, match=r"journal\.db-wal was deleted or replaced"):
@@ -310,10 +313,13 @@ async def test_no_write_is_acknowledged_into_a_log_that_was_deleted(tmp_path: Pa
         assert [known.number for known in (await journal.read_session("a")).turns] == [1]
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 async def test_a_log_that_is_deleted_during_a_commit_does_not_take_it_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
 ) -> None:
     async with opened(tmp_path, recover_s=60) as journal:
+        if is_old:
+            os.utime(tmp_path, (1, 1))
         await journal.write(session())
         sync = Segments.sync
 

@@ -5,12 +5,23 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import h11
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.serving.cluster.peer_links import LinkLost, PeerLink, PeerLinks
+from holdfast.serving.cluster import peer_links
+from holdfast.serving.cluster.peer_links import LinkLost, PeerLink, PeerLinks, plain_head
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 END = b"<end>"
+
+
+@pytest.fixture(autouse=True, params=["plain", "parsed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain responses are read in a way of their own; the other way is for all."""
+    if request.param == "parsed":
+        monkeypatch.setattr(peer_links, "plain_head", lambda head: None)
 
 
 class Answering:
@@ -116,3 +127,60 @@ async def test_a_member_that_does_not_listen_is_refused() -> None:
         pass
     with pytest.raises(ConnectionRefusedError):
         await ask(links, address)
+
+
+async def test_what_comes_after_a_response_is_no_response_to_the_next_request() -> None:
+    async with answering(HEAD + b"hello" + HEAD + b"wrong", HEAD + b"right") as (there, links, address):
+        assert await ask(links, address) == (200, b"hello")
+        assert await ask(links, address) == (200, b"right")
+        assert there.num_connections == 2
+
+
+async def test_a_response_to_head_has_no_body() -> None:
+    async with answering(HEAD, HEAD + b"hello") as (_, links, address):
+        link = await links.take(address, has_tls=False)
+        link.send("HEAD", b"/", [(b"host", b"x")], b"")
+        assert (await link.head())[0] == 200
+        assert await link.chunk() == (b"", True)
+        links.give_back(link)
+        assert await ask(links, address) == (200, b"hello")
+
+
+LINES = [b"a: b", b"X-Y:  c ", b"x:", b"x : y", b"\xff: 1"]
+LINES += [b"x: \xff", b"x: a\tb", b"x: \0", b" folded", b"no colon", b""]
+LINES += [
+    b"content-length: 5",
+    b"Content-Length:5 ",
+    b"content-length: 5, 5",
+    b"content-length: +5",
+    b"content-length: ",
+]
+LINES += [b"transfer-encoding: chunked", b"connection: close", b"upgrade: x", b"content-length: 0", b"x: y\nz: w"]
+STATUS = [b"HTTP/1.1 200 OK", b"HTTP/1.1 503 ", b"HTTP/1.1 204 No Content", b"HTTP/1.1 103 Hints", b"HTTP/1.0 200 OK"]
+
+
+@given(st.sampled_from(STATUS), st.lists(st.sampled_from(LINES), max_size=4))
+def test_a_plain_head_is_what_the_parser_says(status_line: bytes, lines: list[bytes]) -> None:
+    head = b"\r\n".join([status_line, *lines])
+    if b"" in lines or (found := plain_head(head)) is None:
+        return
+    parser = h11.Connection(h11.CLIENT)
+    for sent in (h11.Request(method="GET", target=b"/", headers=[(b"host", b"-")]), h11.EndOfMessage()):
+        parser.send(sent)
+    status, headers, length = found
+    parser.receive_data(head + b"\r\n\r\n" + bytes(length))
+    response = parser.next_event()
+    assert isinstance(response, h11.Response)
+    assert (response.status_code, list(response.headers)) == (status, headers)
+    if length:
+        body = parser.next_event()
+        assert isinstance(body, h11.Data)
+        assert len(body.data) == length
+    assert isinstance(parser.next_event(), h11.EndOfMessage)
+    assert parser.their_state is h11.DONE
+
+
+def test_nearly_all_heads_are_plain() -> None:
+    head = b"HTTP/1.1 200 OK\r\ndate: now\r\nContent-Length: 5\r\nx-y: \xc3\xa4"
+    headers = [(b"date", b"now"), (b"content-length", b"5"), (b"x-y", b"\xc3\xa4")]
+    assert plain_head(head) == (200, headers, 5)

@@ -24,6 +24,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 SMALL: tuple[Way, ...] = ("straight", "served", "journaled")
 
 JOURNALED_SHARE = 0.95  # of the turns per second without a journal
+LARGE_JOURNALED_SHARE = 0.85  # with large replies
 
 _CHECKPOINTS = 10
 
@@ -171,12 +172,13 @@ class _OverheadRun:
 
 def judge(report: Report) -> list[Gate]:
     journaled = report.values("journaled:served/turns_per_s")
+    large = report.values("large_journaled:large/turns_per_s")
+    without = "times the turns without a journal"
     return [
         all_right("replies", report.total("answered"), report.total("wrong")),
         all_right("records", len(report.values("records_wrong")), report.total("records_wrong")),
-        median_at_least(
-            "journaling_costs_less_than_5_percent", journaled, JOURNALED_SHARE, "times the turns without a journal"
-        ),
+        median_at_least("journaling_costs_less_than_5_percent", journaled, JOURNALED_SHARE, without),
+        median_at_least("journaling_large_replies", large, LARGE_JOURNALED_SHARE, without),
         median_at_least("memory_was_seen_to_grow", report.values("memory_per_session"), 0.1, "KiB a session"),
     ]
 

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,6 +50,8 @@ class JournalWriter:
         self._check_s = check_s
         self._room = FairSemaphore(max_queued_bytes)  # bytes; an entry larger than all of it has it to itself
         self._inbox: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._notes: deque[Write] = deque()
+        self._reminder: asyncio.TimerHandle | None = None  # of notes that nothing else was written with
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
@@ -78,15 +80,25 @@ class JournalWriter:
         await written
 
     def note(self, entries: Sequence[Entry]) -> None:
+        """Written along with the next write, or soon. The thread is not woken for it. On one event loop."""
         if self._is_closed:
             raise _closed()
-        self._inbox.put(Write(entries, None))
+        self._notes.append(Write(entries, None))
+        if self._reminder is None:
+            self._reminder = asyncio.get_running_loop().call_later(self._note_delay_s, self._remind)
+
+    def _remind(self) -> None:
+        self._reminder = None
+        if self._notes:
+            self._inbox.put(Write((), None))
 
     async def close(self) -> bool:
         """Write what is queued, then end. False where that was done before."""
         if self._is_closed:
             return False
         self._is_closed = True
+        if self._reminder is not None:
+            self._reminder.cancel()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
         return True
@@ -117,32 +129,24 @@ class JournalWriter:
                 self._loop.call_soon_threadsafe(_conclude, told)
 
     def _take(self) -> tuple[list[Write], bool]:
-        """What is there, at least one write, and whether there may be more. Notes wait a while for company."""
+        """What is there, at least one write or note, and whether there may be more."""
         batch: list[Write] = []
-        deadline = None
-        while len(batch) < _MAX_BATCH:
+        is_open = True
+        while is_open and len(batch) < _MAX_BATCH:
             try:
-                item = (
-                    self._inbox.get(timeout=self._patience(deadline))
-                    if deadline or not batch
-                    else self._inbox.get_nowait()
-                )
+                item = self._inbox.get_nowait() if batch else self._inbox.get(timeout=self._check_s)
             except queue.Empty:
-                if not batch:
-                    self._check()
-                    continue
-                break
+                if batch:
+                    break
+                self._check()
+                continue
             if item is None:
-                return batch, False
-            batch.append(item)
-            if item.conclude is not None:
-                deadline = None
-            elif len(batch) == 1:
-                deadline = time.monotonic() + self._note_delay_s
-        return batch, True
-
-    def _patience(self, deadline: float | None) -> float:
-        return self._check_s if deadline is None else max(0.0, deadline - time.monotonic())
+                is_open = False
+            else:
+                batch.append(item)
+        while self._notes:
+            batch.append(self._notes.popleft())
+        return batch, is_open
 
 
 def _conclude(told: Sequence[tuple[Callable[[Exception | None], None], Exception | None]]) -> None:
