@@ -3,18 +3,22 @@
 import asyncio
 import itertools
 import json
+import operator
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from holdfast.bench.machine import resident_bytes
+from holdfast.bench.processes import serving as bench_serving
 from holdfast.engine.interface import Engine
 from holdfast.engine.native import NativeEngine
 from holdfast.engine.native.weights import WeightPacker
@@ -25,8 +29,10 @@ from holdfast.engine.update import checked, open_weights_at, write
 from holdfast.engine.worker import Worker
 from holdfast.errors import EngineDied, ModelError, SnapshotMismatch
 from holdfast.generation import Sampled, SamplingParams, weight_spans
+from holdfast.models import GGUFSource
 from holdfast.models.architecture import from_hf_config
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
+from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.http import routes_weights
 from holdfast.sessions.journal.base import TokensSampled
 from holdfast.sessions.session_file import decode
@@ -355,6 +361,49 @@ async def test_weights_change_under_load_and_every_token_has_the_right_version(t
                 response = await client.post(chat_path(session), json=said("Hi", temperature=1))
                 (token, *_) = decode(await downloaded(client, session, snapshot="false")).turns[-1].sampled
                 assert (response.status_code, token) == (200, BASE)  # no key of the weights before the restart
+
+
+@pytest.mark.skipif(not THOROUGH, reason="50 times the weights of the real model take minutes")
+@pytest.mark.timeout(3600)
+async def test_memory_does_not_grow_with_the_number_of_swaps_under_load(default_source: GGUFSource) -> None:
+    with bench_serving("--recent", "256", "--sessions", "4", "--weight-version", "0") as server:
+        async with (
+            httpx.AsyncClient(base_url=server.http, timeout=600) as client,
+            grpc.aio.insecure_channel(server.grpc) as channel,
+            asyncio.TaskGroup() as group,
+        ):
+            stub = rpc.RuntimeServiceStub(channel)  # type: ignore[no-untyped-call]
+            is_over, turns = asyncio.Event(), [0, 0]
+
+            async def chat(session: str) -> None:
+                while not is_over.is_set():
+                    response = await client.post(chat_path(session), json=said("Hi", max_tokens=8))
+                    assert response.status_code == 200, response.text
+                    turns[0] += 1
+
+            async def generate() -> None:
+                created = await stub.CreateSession(pb.CreateSessionRequest(token_ids=[1]))
+                while not is_over.is_set():
+                    request = pb.TurnRequest(session_id=created.session_id, token_ids=[2, 3], max_tokens=8)
+                    events = [event async for event in stub.Turn(request)]
+                    assert events[-1].HasField("done")
+                    turns[1] += 1
+
+            for _ in range(2):
+                group.create_task(chat(await open_session(client)))
+                group.create_task(generate())
+            held = []
+            for number in range(1, 51):
+                before = [*turns]
+                wanted = {"path": str(default_source.path), "version": str(number)}
+                wanted["caches"] = "keep" if number % 2 else "recompute"
+                response = await client.post("/control/weights", json=wanted)
+                assert response.status_code == 200, response.text
+                await until(lambda: all(map(operator.gt, turns, before)), 600)  # noqa: B023 - it is over by then
+                held.append(resident_bytes(server.pid) / 2**20)
+                print(f"after swap {number}: {held[-1]:.0f} MiB, {turns} turns", flush=True)
+            is_over.set()
+    assert max(held[25:]) < 1.05 * max(held[5:25])
 
 
 @pytest.mark.parametrize("caches", ["keep", "recompute"])

@@ -424,7 +424,9 @@ class PostgresJournal(DatabaseJournal):
         if isinstance(exc, psycopg.OperationalError | psycopg.InterfaceError):
             self._health = f"cannot write to the database {self.place}: {one_line(exc)}"
             logger.error("the journal %s", self._health)
-            failed = JournalFailed(f"the turn was not recorded: {self._health}")
+            failed = JournalFailed(
+                f"the turn was not recorded: {self._health}; repeat the request once the database answers"
+            )
         else:
             failed = JournalFailed(f"the turn was not recorded: {type(exc).__name__}: {one_line(exc)}")
         failed.__cause__ = exc
