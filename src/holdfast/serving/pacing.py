@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-SHARE = 0.06  # of the cores that compute
+SHARE = 0.03  # of the cores that compute
 _CREDIT_S = 0.02  # CPU time that may be used at once
 _LONGEST_S = 0.05  # that a request waits
 
