@@ -50,7 +50,7 @@ def test_a_request_now_and_then_does_not_wait() -> None:
     machine = Machine()
     pacing = machine.pacing()
     for _ in range(50):
-        machine.run(0.1, 0.005)
+        machine.run(0.1, 0.004)
         assert pacing.due_s() == 0.0
 
 
