@@ -27,7 +27,7 @@ class Pacing:
         self._num_busy_cores = num_busy_cores
         self._clock = clock
         self._used = used
-        self._last = (0.0, 0.0)  # time and CPU time when the debt was last counted
+        self._last = clock(), used()  # when the debt was last counted
         self._debt_s = 0.0  # CPU time beyond the share; below 0: credit
 
     async def wait(self) -> None:
