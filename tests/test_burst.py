@@ -11,6 +11,7 @@ from holdfast.engine.run import Run
 from holdfast.engine.sampling import Pick
 from holdfast.engine.sequences import Sequences
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
+from holdfast.engine.speculation import NGram, Speculator
 from holdfast.generation import Done, Event, Sampled, SamplingParams, StopReason
 from tests import tiny
 from tests.driving import run_chunks
@@ -174,3 +175,17 @@ def test_a_prompt_that_waits_ends_the_bursts(monkeypatch: pytest.MonkeyPatch) ->
     num = len(events)
     sequences.step()  # a token of the first run, a chunk of the second
     assert len(events) == num + 1
+
+
+@pytest.mark.parametrize(("speculation", "longest"), [(True, 3), (False, 8)])
+def test_a_run_that_drafts_looks_for_a_draft_after_a_few_tokens(speculation: bool, longest: int) -> None:
+    speculator = Speculator(NGram(), draft_length=7, row_cost=0.25)
+    sequences = Sequences(_engine(), max_batch=8, max_recompute_tokens=0, speculator=speculator)
+    events: list[Any] = []
+    sequences.open(1, 2)
+    sequences.get(1).append([5])
+    params = SamplingParams(seed=1, max_tokens=9, temperature=1, speculation=speculation)
+    sequences.start(Run(sequences.get(1), events.append, params))
+    sequences.step()
+    sequences.step()
+    assert sum(isinstance(event, Sampled) for event in events) == 1 + longest

@@ -22,6 +22,8 @@ from grpc_status import rpc_status
 
 from holdfast.engine.torch import TorchEngine
 from holdfast.errors import ConfigError, EngineDied
+from holdfast.generation import Sampled, Truncated
+from holdfast.serving.grpc import convert
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.grpc.server import SERVICE
@@ -763,3 +765,25 @@ async def test_a_message_beyond_the_limit_of_its_method_is_refused_before_it_is_
 async def test_an_error_never_repeats_more_of_a_request_than_fits_into_trailers(server: Server) -> None:
     async with refused(grpc.StatusCode.NOT_FOUND, "session_not_found"):
         await server.stub.GetSessionInfo(pb.GetSessionInfoRequest(session_id="x" * 1_000_000))
+
+
+async def test_tokens_of_a_batch_are_one_message_where_the_client_wants_that(server: Server) -> None:
+    found: list[list[int]] = []
+    for batch_tokens in (True, False):
+        request = pb.GenerateRequest(session_id=await create(server, [1]), max_tokens=20, batch_tokens=batch_tokens)
+        request.sampling.seed = 1
+        *sent, _ = [event async for event in server.stub.Generate(request)]
+        assert {event.WhichOneof("event") for event in sent} == {"tokens" if batch_tokens else "token", "truncated"}
+        found.append([token.token_id for event in sent for token in [*event.tokens.tokens, event.token]])
+    assert [token for token in found[0] if token] == [token for token in found[1] if token]
+
+
+def test_other_events_between_tokens_keep_their_place() -> None:
+    tokens = [Sampled(token=id, logprob=-1.0, sampling_logprob=-2.0) for id in range(3)]
+    values = [*tokens[:2], Truncated(4, 5), tokens[2]]
+    batched = list(convert.events(values, batch_tokens=True))
+    assert [[token.token_id for token in event.tokens.tokens] for event in batched] == [[0, 1], [], [2]]
+    assert [event.WhichOneof("event") for event in batched] == ["tokens", "truncated", "tokens"]
+    single = list(convert.events(values, batch_tokens=False))
+    assert [event.WhichOneof("event") for event in single] == ["token", "token", "truncated", "token"]
+    assert batched[0].tokens.tokens[1] == single[1].token

@@ -4,14 +4,17 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.chat.reply import Delta, ReasoningSplit, ReplyReader
+from holdfast.chat.reply import AssistantReply, Delta, ReasoningSplit, ReplyReader
 from holdfast.chat.stop_strings import StopStrings
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.chat.tool_calls import (
     HermesParser,
     LlamaParser,
@@ -23,7 +26,10 @@ from holdfast.chat.tool_calls import (
     render_call,
     render_result,
 )
+from holdfast.config import DEFAULT_MODEL
 from holdfast.errors import InvalidArgument
+from holdfast.generation import Done, Event, Sampled, StopReason
+from holdfast.models import open_model
 from tests.effort import examples
 
 NAMES = ["f", "get_weather"]
@@ -550,6 +556,59 @@ def test_a_reply_is_the_plain_stages_in_a_row(text: str, points: list[int]) -> N
 def test_a_reply_has_its_reasoning_content_and_calls_apart() -> None:
     text = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\nSTOP and more"
     assert read(full, list(text)) == (Delta("Let me see.", "hm", (F,)), "STOP")
+
+
+def streamed(text: str, points: Sequence[int]) -> tuple[list[tuple[str, str]], AssistantReply, int]:
+    """What is sent of a reply in these batches, neighbours of one kind joined; and in how many pieces."""
+    tokenizer = default_tokenizer()
+    tokens = [Sampled(token=id, logprob=0.0, sampling_logprob=0.0) for id in tokenizer.encode(text)]
+    ends = sorted({0, len(tokens), *(point % (len(tokens) + 1) for point in points)})
+    batches: list[list[Event]] = [[*tokens[first:end]] for first, end in pairwise(ends)]
+    batches[-1].append(done())
+    reply, sent, num = AssistantReply(tokenizer, full()), list[tuple[str, str]](), 0
+    for batch in batches:
+        pieces = list(reply.take(batch))
+        num += len(pieces)
+        for piece in pieces:
+            calls = "".join(call["function"]["name"] for call in piece.calls)
+            parts = [("content", piece.content), ("reasoning", piece.reasoning), ("calls", calls)]
+            for kind, part in filter(itemgetter(1), parts):
+                before = sent.pop()[1] if sent and sent[-1][0] == kind else ""
+                sent.append((kind, before + part))
+        if reply.is_stopped:
+            break
+    return sent, reply, num
+
+
+@cache
+def default_tokenizer() -> Tokenizer:
+    return load_tokenizer(open_model(DEFAULT_MODEL))
+
+
+def done() -> Done:
+    counts = {"history_length": 9, "num_dropped": 0, "prefill_tokens": 1, "prefill_duration_s": 0.0}
+    return Done(stop_reason=StopReason.EOS, num_generated=9, total_duration_s=0.0, seed=1, **counts)
+
+
+MIXED = f"<think>\nhm, well\n</think>\n\nLet me see.\n{CALL}\nAnd then\n{CALL}\nagain. STOP and more"
+
+
+@settings(max_examples=examples(30))
+@given(st.lists(st.integers(0, 100), max_size=40))
+@example([])
+def test_a_reply_is_the_same_in_any_batches_and_its_parts_stay_in_order(points: list[int]) -> None:
+    one_by_one, plain, _ = streamed(MIXED, range(100))
+    sent, reply, _ = streamed(MIXED, points)
+    assert sent == one_by_one
+    assert [kind for kind, _ in sent] == ["reasoning", "content", "calls", "content", "calls", "content"]
+    assert (reply.tokens, reply.num_reasoning, reply.stop_reason) == (plain.tokens, plain.num_reasoning, None)
+
+
+def test_a_batch_of_one_kind_is_one_piece() -> None:
+    _, reply, num = streamed("A reply without anything else in it.", [])
+    assert len(reply.tokens) > 5
+    assert num == 1
+    assert reply.stop_reason is StopReason.EOS
 
 
 def test_a_stop_string_inside_a_call_leaves_the_call_as_content() -> None:

@@ -29,6 +29,7 @@ class Guesses:
     """Drafts of any quality: right as often as it is told to be, by knowing the answer."""
 
     num_strengths = 1
+    max_ahead = 1
 
     def __init__(self, answer: List[int], start: int, quality: float) -> None:
         self._answer, self._start, self._quality = answer, start, quality

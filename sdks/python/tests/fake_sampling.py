@@ -8,6 +8,8 @@ from fake_model import next_token, visible
 from fake_session import RECENT, FakeSession, Span
 from holdfast_sdk.gen import runtime_pb2 as pb
 
+PAIRED = 4242  # a seed whose tokens come two at a time, where the client takes batches
+
 
 async def sample(session: FakeSession, request: Any, on_leave: Callable[[], None]) -> AsyncIterator[pb.GenerateEvent]:
     """The events of one generation; `on_leave` is called where nobody waits for its end."""
@@ -26,7 +28,11 @@ async def sample(session: FakeSession, request: Any, on_leave: Callable[[], None
             token = next_token(visible(session.tokens, session.sink, RECENT), sampling, seed)
             session.tokens.append(token.token_id)
             span.tokens.append(token)
-            yield pb.GenerateEvent(token=token)
+            if request.batch_tokens and seed == PAIRED:
+                if len(span.tokens) % 2 == 0:
+                    yield pb.GenerateEvent(tokens=pb.TokenBatch(tokens=span.tokens[-2:]))
+            else:
+                yield pb.GenerateEvent(token=token)
             await asyncio.sleep(0)
             if token.token_id in session.eos:
                 span.stop_reason = pb.STOP_REASON_EOS

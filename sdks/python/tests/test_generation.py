@@ -7,6 +7,7 @@ import pytest
 
 from both import every, settled
 from conftest import Connect
+from fake_sampling import PAIRED
 from fake_server import FakeServer
 from faults import Fault
 from holdfast_sdk import StopReason, Token, errors
@@ -26,6 +27,13 @@ async def test_tokens_come_one_by_one_and_then_the_end(session: Any) -> None:
     assert done.history_length == session.history_length == 6
     assert generation.truncated == []
     assert await every(generation) == []
+
+
+async def test_tokens_that_come_together_are_read_one_by_one(session: Any) -> None:
+    generation = await settled(session.generate(max_tokens=6, seed=PAIRED, logit_bias=NO_EOS))
+    tokens = await every(generation)
+    assert [token.id for token in tokens] == generation.tokens
+    assert len(tokens) == generation.done.generated_token_count == 6
 
 
 async def test_what_left_the_window_is_kept_as_ranges(session: Any) -> None:

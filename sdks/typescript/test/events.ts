@@ -8,6 +8,11 @@ export function token(tokenId: number): EventInit {
   return { event: { case: "token", value: { tokenId, logprob: -0.5, samplingLogprob: -0.25 } } };
 }
 
+export function batch(...tokenIds: number[]): EventInit {
+  const tokens = tokenIds.map((tokenId) => ({ tokenId, logprob: -0.5, samplingLogprob: -0.25 }));
+  return { event: { case: "tokens", value: { tokens } } };
+}
+
 export function truncated(from: bigint, to: bigint): EventInit {
   return { event: { case: "truncated", value: { fromPosition: from, toPosition: to } } };
 }

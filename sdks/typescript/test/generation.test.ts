@@ -1,7 +1,7 @@
 import { status } from "@grpc/grpc-js";
 import { expect, test } from "vitest";
 import { Cancelled, ConnectionFailed, DeadlineExceeded, InvalidArgument, SessionFailed } from "../src/index.js";
-import { done, type EventInit, token, truncated } from "./events.js";
+import { batch, done, type EventInit, token, truncated } from "./events.js";
 import { connected, failureOf, gathered } from "./fixture.js";
 import { left, Refusal } from "./server.js";
 
@@ -39,6 +39,13 @@ test("tokens come one by one, with their logprobs", async () => {
     { id: 5, logprob: -0.5, samplingLogprob: -0.25, top: [] },
     { id: 6, logprob: -0.5, samplingLogprob: -0.25, top: [] },
   ]);
+});
+
+test("tokens that come together are read one by one", async () => {
+  const session = await sampling(token(5), batch(6, 7), truncated(4n, 5n), batch(8), done());
+  const tokens = await gathered(session.generate({ maxTokens: 4 }));
+  expect(tokens.map(({ id }) => id)).toEqual([5, 6, 7, 8]);
+  expect(tokens[2]).toEqual({ id: 7, logprob: -0.5, samplingLogprob: -0.25, top: [] });
 });
 
 test("done carries the whole end, the seed as a bigint", async () => {

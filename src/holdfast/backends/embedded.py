@@ -46,6 +46,10 @@ class EmbeddedBackend:
         return None
 
     @property
+    def num_busy_cores(self) -> int:
+        return self._worker.num_busy_cores
+
+    @property
     def model(self) -> ModelInfo:
         """Its fingerprint changes with the weights."""
         fingerprint = self._worker.engine.info.fingerprint

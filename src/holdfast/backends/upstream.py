@@ -255,6 +255,10 @@ class UpstreamBackend(UpstreamSequences):
         await self.servers.prepare()
 
     @property
+    def num_busy_cores(self) -> int:
+        return 0
+
+    @property
     def not_ready(self) -> str | None:
         return self.servers.problem
 

@@ -194,13 +194,15 @@ class AssistantReply:
         for event in batch:
             if isinstance(event, Done):
                 self.stop_reason = event.stop_reason
-            if not isinstance(event, Sampled) or self.is_stopped:
+            if not isinstance(event, Sampled):
                 continue
             piece = self.push(event)
             if not piece.follows(joined):
                 yield joined
                 joined = ReplyPiece()
-            joined = joined + piece
+            joined += piece
+            if self.is_stopped:
+                break
         if joined.tokens:
             yield joined
 

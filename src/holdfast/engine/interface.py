@@ -105,6 +105,8 @@ class KeysValues(NamedTuple):
 class Engine(ABC):
     """A model and its slabs on one device."""
 
+    num_cores = 0  # of the processor that computes; 0 where it computes elsewhere
+
     def __init__(self, info: EngineInfo, *, shape: SlabShape, num_slabs: int) -> None:
         self.info = info
         self.shape = shape

@@ -22,6 +22,7 @@ class Plan:
 
     decode: list[Work]
     prefill: list[Work]
+    max_ahead: int | None = None  # tokens that may be decoded in one call; None: as many as the engine likes
 
 
 class Scheduler:

@@ -141,7 +141,7 @@ class Sequences:
         if self._speculator:
             drafts = self._speculator.drafts([work.run for work in plan.decode])
             works = [work._replace(draft=draft) for work, draft in zip(plan.decode, drafts, strict=True)]
-            plan = Plan(works, plan.prefill)
+            plan = Plan(works, plan.prefill, self._speculator.max_ahead([work.run for work in works]))
         before = [work.run.num_accepted for work in plan.decode]
         for outcome in step(self.engine, plan):
             self._settle(outcome)

@@ -54,6 +54,10 @@ class Proposer(Protocol):
     @property
     def num_strengths(self) -> int: ...
 
+    @property
+    def max_ahead(self) -> int:
+        """How many tokens may be decoded before it is asked again, so that it misses little."""
+
     def propose(self, requests: List[DraftRequest]) -> list[Draft]:
         """One draft per request, of at most `limit` tokens; empty where it has no proposal. Mutates itself."""
 
@@ -81,6 +85,11 @@ class Speculator:
         ]
         proposed = iter(self._proposer.propose(requests) if requests else ())
         return [self._paced(run, next(proposed)) if limit else [] for run, limit in zip(runs, limits, strict=True)]
+
+    def max_ahead(self, runs: List[Run]) -> int | None:
+        """How many tokens may be decoded for all `runs` before drafts are looked for again; None: any number."""
+        is_drafting = any(run.params is not None and run.params.speculation for run in runs)
+        return self._proposer.max_ahead if is_drafting else None
 
     def learn(self, run: Run, num_proposed: int, num_accepted: int) -> None:
         self._pace(run).learn(num_proposed, num_accepted)
@@ -155,6 +164,10 @@ class NGram:
     @property
     def num_strengths(self) -> int:
         return len(_STRONG) + 1
+
+    @property
+    def max_ahead(self) -> int:
+        return SHORTEST  # after a token that no draft had, so many must match again
 
     def propose(self, requests: List[DraftRequest]) -> list[Draft]:
         return [self._of(request.sequence).draft(request.sequence.tokens, request.limit) for request in requests]
@@ -231,6 +244,10 @@ class DraftModel:
 
     @property
     def num_strengths(self) -> int:
+        return 1
+
+    @property
+    def max_ahead(self) -> int:
         return 1
 
     @property

@@ -154,7 +154,7 @@ def _num_ahead(engine: Engine, plan: Plan) -> int:
         if draft or not run.sampled or params is None or params.constraint or not alone.can_burst(_pick(run, 0)):
             return 1
         num = min(num, params.max_tokens - len(run.sampled), run.sequence.slab.max_write)
-    return num
+    return num if plan.max_ahead is None else min(num, plan.max_ahead)
 
 
 @functools.cache

@@ -66,6 +66,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._dispatcher = EventDispatcher()
         self._is_stopping = False
+        self._is_computing = False
         self.failure: BaseException | None = None  # why the thread ended, if `stop` was not called
         self._lock = (
             threading.Lock()
@@ -84,6 +85,11 @@ class Worker:
     @property
     def num_free_slabs(self) -> int:
         return self._sequences.pool.num_free
+
+    @property
+    def num_busy_cores(self) -> int:
+        """How many cores of this machine compute at this moment."""
+        return self.engine.num_cores if self._is_computing else 0
 
     def info(self, sequence_id: int) -> SequenceInfo:
         """The state of the sequence after the last step. Does not wait for the device."""
@@ -243,7 +249,8 @@ class Worker:
             while not self._is_stopping:
                 self._take_commands()
                 self._sequences.end_finished()
-                if not self._sequences.scheduler.is_idle:
+                self._is_computing = not self._sequences.scheduler.is_idle
+                if self._is_computing:
                     started = time.perf_counter()
                     num_served = self._sequences.step()
                     self._on_step(num_served, time.perf_counter() - started)
@@ -257,6 +264,7 @@ class Worker:
     def _take_commands(self) -> None:
         """Execute all waiting commands. Blocks for one where there is nothing to compute."""
         is_idle = self._sequences.scheduler.is_idle
+        self._is_computing = not is_idle
         try:
             while True:
                 self._inbox.get(block=is_idle)()

@@ -30,6 +30,7 @@ from holdfast.serving.http.connections import raise_file_limit
 from holdfast.serving.http.server import HttpServer, create_http_server
 from holdfast.serving.http.web_pages import read_origins
 from holdfast.serving.keys import Keys, check_bind, read_keys
+from holdfast.serving.pacing import Pacing
 from holdfast.serving.running_calls import RunningCalls
 from holdfast.serving.storage import Storage, open_storage
 from holdfast.sessions.admission import Admission
@@ -189,6 +190,7 @@ async def _endpoints(
         await backend.label_weights(config.weight_version)
         transfers = Transfers(runtime, chats)
         shared: dict[str, Any] = {"keys": keys, "cluster": cluster, "describe": describe, "search": search}
+        shared["pacing"] = Pacing(lambda: backend.num_busy_cores)
         grpc_server = create_server(runtime, transfers, admission, config, **shared)
         http = None
         if config.http:

@@ -132,6 +132,10 @@ class ServedBackend(Backend, Protocol):
     def not_ready(self) -> str | None:
         """Why nothing can be generated at this moment, where that may pass."""
 
+    @property
+    def num_busy_cores(self) -> int:
+        """How many cores of this machine compute tokens at this moment."""
+
     async def prepare(self) -> None:
         """Called once, on the server's loop, before anything else."""
 

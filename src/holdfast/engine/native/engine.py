@@ -74,7 +74,8 @@ class NativeEngine(Engine):
             shape.recent,
             native.KINDS[info.kv_dtype],
         )
-        self._decoder = self._library.holdfast_decoder(self._held[0], slabs, num_threads or _num_threads(), is_exact)
+        self.num_cores = num_threads or _num_threads()
+        self._decoder = self._library.holdfast_decoder(self._held[0], slabs, self.num_cores, is_exact)
 
     def __del__(self) -> None:
         if self._decoder:

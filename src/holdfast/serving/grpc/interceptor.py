@@ -28,6 +28,7 @@ from holdfast.metrics import Metrics
 from holdfast.serving.cluster.grpc_forward import GrpcForwarder, OwnerAnswered
 from holdfast.serving.cluster.membership import MEMBER, Cluster, Using
 from holdfast.serving.keys import LOCAL_OWNER, Keys
+from holdfast.serving.pacing import Pacing
 from holdfast.serving.running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         stall_s: float = 0.0,
         cluster: Cluster | None = None,
         forwarder: GrpcForwarder | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         """`using` has the session of a call in memory. `stall_s`: how long a stream waits for its client to read a
         message; 0: no limit."""
         self._prefix = f"/{service}/"
         self._using = using
         self.running = RunningCalls()
+        self._pacing = pacing or Pacing()
         self._stall_s = stall_s
         self._keys = keys
         self._metrics = metrics
@@ -63,6 +66,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._forwarder = forwarder
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Handler]], details: Any) -> Handler:
+        await self._pacing.wait()
         handler = await continuation(details)
         if handler is None or not details.method.startswith(self._prefix):
             return handler

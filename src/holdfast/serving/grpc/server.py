@@ -20,6 +20,7 @@ from holdfast.serving.grpc.interceptor import Guard
 from holdfast.serving.grpc.service import RuntimeService
 from holdfast.serving.keys import Keys
 from holdfast.serving.logs import hide_metadata
+from holdfast.serving.pacing import Pacing
 from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.admission import Admission
 from holdfast.sessions.runtime import Runtime
@@ -70,6 +71,7 @@ def create_server(
     cluster: Cluster | None = None,
     describe: Describe | None = None,
     search: Search | None = None,
+    pacing: Pacing | None = None,
 ) -> GrpcServer:
     """Binds at once; a port that is taken is a ConfigError."""
     options = [
@@ -90,6 +92,7 @@ def create_server(
         stall_s=config.stream_stall_s,
         cluster=cluster,
         forwarder=forwarder,
+        pacing=pacing,
     )
     server = grpc.aio.server(interceptors=[guard], options=options)
     service = RuntimeService(

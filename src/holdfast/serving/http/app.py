@@ -33,6 +33,7 @@ from holdfast.serving.http.routes_sessions import METHODS, SessionRoutes, Upstre
 from holdfast.serving.http.routes_tokens import TokenRoutes
 from holdfast.serving.http.routes_weights import load_weights
 from holdfast.serving.keys import Keys
+from holdfast.serving.pacing import Pacing
 from holdfast.sessions.runtime import Runtime
 from holdfast.sessions.transfers import Transfers
 from holdfast.sessions.view import Search
@@ -50,6 +51,7 @@ def create_app(
     cluster: Cluster | None = None,
     describe: Describe | None = None,
     search: Search | None = None,
+    pacing: Pacing | None = None,
 ) -> HttpMiddleware:
     """Health and metrics, and where there are `chats` the whole API."""
     health = HealthRoutes(runtime.metrics, not_ready)
@@ -67,7 +69,7 @@ def create_app(
         routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream, cluster, search=search)
     carrying = [Middleware(CarriedHeaders)] if upstream else []
     router = Router(routes, default=_not_found, redirect_slashes=False, middleware=carrying)
-    return HttpMiddleware(router, config, keys or Keys(), runtime.metrics, cluster)
+    return HttpMiddleware(router, config, keys or Keys(), runtime.metrics, cluster=cluster, pacing=pacing)
 
 
 class CarriedHeaders:

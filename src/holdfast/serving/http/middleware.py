@@ -35,6 +35,7 @@ from holdfast.serving.http.error_response import response_for, told
 from holdfast.serving.http.response import ClientGone
 from holdfast.serving.http.web_pages import PageGuard, read_origins, with_cors
 from holdfast.serving.keys import Keys
+from holdfast.serving.pacing import Pacing
 from holdfast.serving.running_calls import RunningCalls
 from holdfast.sessions.limits import Pace
 
@@ -53,9 +54,17 @@ class HttpMiddleware:
     """An ASGI application around the router."""
 
     def __init__(
-        self, router: Router, config: ServeConfig, keys: Keys, metrics: Metrics, cluster: Cluster | None = None
+        self,
+        router: Router,
+        config: ServeConfig,
+        keys: Keys,
+        metrics: Metrics,
+        *,
+        cluster: Cluster | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         self._router = router
+        self._pacing = pacing or Pacing()
         self._cluster = cluster
         self._forwarder = HttpForwarder(router, cluster, config, metrics) if cluster else None
         self._keys = keys
@@ -79,6 +88,7 @@ class HttpMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            await self._pacing.wait()
             await self._app(scope, receive, send)
 
     async def close(self) -> None:
