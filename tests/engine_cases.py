@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from holdfast.engine.interface import Engine
 from holdfast.engine.native import NativeEngine, is_available
 from holdfast.engine.native.weights import WeightPacker
 from holdfast.engine.slab import SlabShape
+from holdfast.engine.weights import quantise, quantise_to_four_bits
 from holdfast.engine.window import Window
 from holdfast.testing.fake_engine import FakeEngine
 from tests import tiny
@@ -22,8 +24,14 @@ HAS_MLX = importlib.util.find_spec("mlx") is not None
 HAS_NATIVE = is_available()
 _KINDS = ("torch", *(("native",) if HAS_NATIVE else ()), *(("mlx",) if HAS_MLX else ()))
 
+ROUNDED_ACTIVATIONS = 0.35  # what rounding activations to int8 may change in a logit of the tiny models
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="no C++ compiler when holdfast was installed")
-NAMES = ("fake", *(f"{kind}-{family}" for kind in _KINDS for family in tiny.FAMILIES))
+_NARROW = ("int8", "int4") if HAS_NATIVE else ()
+NAMES = (
+    "fake",
+    *(f"{kind}-{family}" for kind in _KINDS for family in tiny.FAMILIES),
+    *(f"{dtype}-whole" for dtype in _NARROW),
+)
 
 
 @dataclass(frozen=True)
@@ -40,13 +48,29 @@ def make(name: str, *, num_slabs: int, shape: SlabShape) -> Case:
         fake = FakeEngine(num_slabs=num_slabs, shape=shape)
         return Case(fake, fake.expected_logits, tolerance=0)
     kind, family = name.split("-")
-    state, arch = tiny.hf_model(family).state_dict(), tiny.architecture(family)
+    arch = tiny.architecture(family)
+    state = rounded_state(family, kind) if kind in _NARROW else tiny.hf_model(family).state_dict()
 
     def truth(tokens: Sequence[int], window: Window) -> NDArray[Any]:
         return dense_logits(state, arch, tokens, window).numpy()
 
+    if kind in _NARROW:
+        engine = native_engine(family, num_slabs=num_slabs, shape=shape, dtype=kind)
+        return Case(engine, truth, tolerance=ROUNDED_ACTIVATIONS)
     builders: dict[str, Callable[..., Engine]] = {"torch": tiny.engine, "native": native_engine, "mlx": mlx_engine}
     return Case(builders[kind](family, num_slabs=num_slabs, shape=shape), truth, tolerance=5e-4)
+
+
+def rounded_state(family: str, dtype: str) -> dict[str, torch.Tensor]:
+    """The weights that an engine with int8 or int4 stands for."""
+    state = dict(tiny.hf_model(family).state_dict())
+    for name, weight in state.items():
+        if weight.ndim == 2:
+            has_eight = dtype == "int8" or name in ("model.embed_tokens.weight", "lm_head.weight")
+            plain = weight.float().numpy()
+            bits = quantise(plain) if has_eight else quantise_to_four_bits(plain, has_offsets=True)
+            state[name] = torch.from_numpy(bits.restored())
+    return state
 
 
 def native_engine(family: str, *, num_slabs: int, shape: SlabShape, dtype: str = "float32", **options: Any) -> Engine:

@@ -27,15 +27,15 @@ def _passed(gates: list[object]) -> dict[str, bool]:
 
 
 def test_a_slow_engine_fails_every_gate_and_absent_peers_are_not_judged() -> None:
-    names = ("batch_8_to_1", "int8_to_llama_q8_0", "int8_to_llama_file", "int8_to_llama_q8_0_long")
-    names += ("grpc_to_engine", "http_to_engine", "grpc_hammered_to_not", "http_hammered_to_not")
+    peers = ("int8_to_llama_q8_0", "int4_to_llama_file", "int4_to_llama_q4_0", "int8_to_llama_q8_0_long")
+    names = ("batch_8_to_1", *peers, "grpc_to_engine", "http_to_engine", "grpc_hammered_to_not", "http_hammered_to_not")
     fast, slow = _report(**dict.fromkeys(names, 3.1)), _report(**dict.fromkeys(names, 0.5))
     assert _passed(DECODE.judge(fast)) == dict.fromkeys(names, True)
     assert _passed(DECODE.judge(slow)) == dict.fromkeys(names, False)
     assert list(_passed(DECODE.judge(_report(batch_8_to_1=4.0)))) == ["batch_8_to_1"]
-    assert _passed(PREFILL.judge(_report(int8_to_llama_q8_0=2.0, int8_to_llama_file=3.4))) == {
+    assert _passed(PREFILL.judge(_report(int8_to_llama_q8_0=2.0, int4_to_llama_q4_0=3.4))) == {
         "int8_to_llama_q8_0": False,
-        "int8_to_llama_file": True,
+        "int4_to_llama_q4_0": True,
     }
 
 

@@ -289,15 +289,17 @@ def test_a_journal_that_is_damaged_gone_or_from_the_future_is_a_problem(tmp_path
 
 
 @needs_native
-def test_the_sizes_are_those_of_the_engine(default_source: GGUFSource) -> None:
-    config = EngineConfig(sessions=2, recent=64, max_pin=16, prefill_chunk=32, rewind_tokens=8, device="cpu")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_the_sizes_are_those_of_the_engine(default_source: GGUFSource, dtype: str) -> None:
+    settings = {"sessions": 2, "recent": 64, "max_pin": 16, "prefill_chunk": 32, "rewind_tokens": 8}
+    config = EngineConfig(device="cpu", dtype=dtype, **settings)
     engine = build_engine(default_source, config)
     assert isinstance(engine, NativeEngine)
     arch = default_source.architecture
-    sizes = Sizes(weight_bytes=0, token_bytes=token_bytes(arch, "int8"), memory_bytes=None)
+    sizes = Sizes(weight_bytes=0, token_bytes=token_bytes(arch, dtype), memory_bytes=None)
     assert 2 * sizes.slab_bytes(engine.shape) == engine.kv_reserved_bytes
     held = sum(array.nbytes for array in engine.arrays.values() if array.ndim == 2)
-    assert weight_bytes(arch, "int8", "cpu", is_native=True) == held
+    assert weight_bytes(arch, dtype, "cpu", is_native=True) == held
 
 
 def test_the_sizes_are_those_of_torch_too(default_engine: TorchEngine) -> None:

@@ -5,23 +5,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.interface import Row
 from holdfast.engine.native import library as native
 from holdfast.engine.native.engine import NativeEngine, load_engine
-from holdfast.engine.native.weights import cache_directory, packed_weights
+from holdfast.engine.native.weights import WeightPacker, cache_directory, kind_of, packed_weights
 from holdfast.engine.sampling import Pick, sample_rows
 from holdfast.engine.slab import SlabPool, SlabShape
 from holdfast.engine.weights import TensorFile, quantise
 from holdfast.errors import ConfigError, ModelError, NonFiniteLogits
 from holdfast.generation import Sampled, SamplingParams
-from holdfast.models import GGUFSource
+from holdfast.models import GGUFSource, open_model
 from tests import tiny
 from tests.driving import difference, run_chunks
-from tests.engine_cases import native_engine, needs_native
-from tests.oracle import dense_logits
+from tests.engine_cases import ROUNDED_ACTIVATIONS, native_engine, needs_native, rounded_state
+from tests.oracle import dense_logits, weight_names
 
 pytestmark = needs_native
 
@@ -49,6 +50,40 @@ def test_every_build_agrees_with_the_oracle(variant: str, family: str) -> None:
         assert difference(_run(engine, tokens, chunks), truth) <= 5e-4
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_builds_that_round_activations_have_the_same_bits(dtype: str) -> None:
+    """VNNI, AVX-512 without it, AVX2: the sums of a group are exact. The portable build computes with floats."""
+    tokens, arch = _tokens(200), tiny.architecture("whole")
+    window = SlabPool(2, SHAPE).acquire(4).window
+    truth = dense_logits(rounded_state("whole", dtype), arch, tokens, window).numpy()
+    *rounding, portable = (
+        _run(native_engine("whole", num_slabs=2, shape=SHAPE, dtype=dtype, variant=variant), tokens, [48, 1, 17, 5])
+        for variant in sorted(native.usable_variants(), key=lambda name: name == "portable")
+    )
+    assert difference(portable, truth) <= 0.05  # the cache is bfloat16
+    for logits in rounding:
+        assert np.array_equal(logits, rounding[0])
+        assert 0.05 < difference(logits, truth) <= ROUNDED_ACTIVATIONS
+
+
+@pytest.mark.parametrize("variant", native.usable_variants())
+def test_four_bits_have_the_same_bits_in_any_company(variant: str) -> None:
+    """Without being told to be deterministic."""
+    tokens = _tokens(220)
+    plain, *others = (
+        _run(native_engine("whole", num_slabs=2, shape=SHAPE, dtype="int4", num_threads=2, variant=variant), tokens, n)
+        for n in ([1], [48], [48, 1, 17, 5], [8, 3])
+    )
+    assert all(np.array_equal(other, plain) for other in others)
+
+
+def test_a_value_that_is_not_finite_is_not_rounded_away() -> None:
+    engine = native_engine("whole", num_slabs=1, shape=SHAPE, dtype="int4")
+    for bad in (np.nan, np.inf):
+        engine.arrays["0.mlp_norm"][5] = bad
+        assert not np.isfinite(_run(engine, _tokens(3), [3])).any()
+
+
 @pytest.mark.parametrize("variant", native.usable_variants())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_in_any_company(variant: str, dtype: str) -> None:
@@ -70,10 +105,11 @@ def test_a_row_has_the_same_bits_in_any_company(variant: str, dtype: str) -> Non
             slab.end_write(1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_the_default_model_has_the_same_bits_in_any_company(default_source: GGUFSource, dtype: str) -> None:
     shape = SlabShape(recent=96, max_pin=4, prefill_chunk=64, draft_length=7, rewind_tokens=0)
-    engine = load_engine(default_source, num_slabs=1, shape=shape, dtype=dtype, deterministic=True, num_threads=2)
+    is_told = dtype != "int4"  # four bits need not be told
+    engine = load_engine(default_source, num_slabs=1, shape=shape, dtype=dtype, deterministic=is_told, num_threads=2)
     assert engine.info.row_invariant
     tokens: list[int] = np.random.default_rng(3).integers(0, 49_000, 140).tolist()
     plain, *others = (
@@ -83,14 +119,19 @@ def test_the_default_model_has_the_same_bits_in_any_company(default_source: GGUF
         assert np.array_equal(other, plain)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 1e-3), ("int8", 4e-3)])
-def test_narrow_weights_stay_near_float32(default_source: GGUFSource, dtype: str, limit: float) -> None:
-    """Kullback-Leibler divergence to float32 over random tokens, with the fast products."""
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "limit"),
+    [("bfloat16", False, 1e-3), ("int8", True, 4e-3), ("int8", False, 2e-2), ("int4", False, 2e-2)],
+)
+def test_narrow_weights_stay_near_float32(
+    default_source: GGUFSource, dtype: str, deterministic: bool, limit: float
+) -> None:
+    """Kullback-Leibler divergence to float32 over random tokens."""
     shape = SlabShape(recent=256, max_pin=4, prefill_chunk=64, draft_length=0, rewind_tokens=0)
     tokens: list[int] = np.random.default_rng(3).integers(0, 49_000, 120).tolist()
 
     def logprobs(dtype: str) -> np.ndarray:
-        engine = load_engine(default_source, num_slabs=1, shape=shape, dtype=dtype)
+        engine = load_engine(default_source, num_slabs=1, shape=shape, dtype=dtype, deterministic=deterministic)
         logits = run_chunks(engine, SlabPool(1, shape).acquire(4), tokens, [60]).astype(np.float64)
         logits -= logits.max(axis=1, keepdims=True)
         return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
@@ -150,6 +191,72 @@ def test_eight_bits_are_those_of_q8_0() -> None:
     weight[2, 32:64] = 0
     expected = dequantize(reference(weight, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
     assert np.abs(quantise(weight).restored() - expected).max() == 0
+
+
+def _mixed_gguf(path: Path) -> GGUFSource:
+    """One layer, every matrix in another type: of those that are multiplied together, the widest counts."""
+    import gguf
+    from gguf import GGMLQuantizationType as Type
+
+    random = np.random.default_rng(5)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(512)
+    writer.add_block_count(1)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_context_length(512)
+    writer.add_rope_freq_base(10000.0)
+    shapes = {"attn_q": (256, 256), "attn_k": (128, 256), "attn_v": (128, 256), "attn_output": (256, 256)}
+    shapes |= {"ffn_gate": (512, 256), "ffn_up": (512, 256), "ffn_down": (256, 512)}
+    types = [Type.Q4_0, Type.Q4_0, Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q4_0, Type.Q6_K]
+    for (name, shape), kind in zip(shapes.items(), types, strict=True):
+        weight = random.normal(0, 0.1, shape).astype(np.float32)
+        if kind in (Type.Q4_0, Type.Q4_1):
+            stored = gguf.quants.quantize(weight, kind)
+        else:  # any bits are weights; only the half-precision scales must be sensible
+            size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+            stored = random.integers(0, 256, (shape[0], shape[1] // size, num_bytes), np.uint8)
+            at = slice(0, 4) if kind is Type.Q4_K else slice(208, 210)
+            scales = random.uniform(2e-4, 4e-4, (*stored.shape[:2], 2 if kind is Type.Q4_K else 1))
+            stored[:, :, at] = (scales if kind is Type.Q4_K else scales / 10).astype(np.float16).view(np.uint8)
+            stored = stored.reshape(shape[0], -1)
+        writer.add_tensor(f"blk.0.{name}.weight", stored, raw_dtype=kind)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", random.uniform(0.5, 1.5, 256).astype(np.float32))
+    writer.add_tensor("token_embd.weight", random.normal(0, 0.1, (97, 256)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = open_model(str(path))
+    assert isinstance(source, GGUFSource)
+    return source
+
+
+def test_four_bits_of_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
+    source = _mixed_gguf(tmp_path / "mixed.gguf")
+    file, arch = source.file, source.architecture
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"):
+        stored, weight = file.four_bits(f"model.layers.0.{name}.weight"), file.tensor(f"model.layers.0.{name}.weight")
+        assert stored is not None
+        exact = name != "mlp.gate_proj"  # the scales of Q4_K are products, which are rounded to half precision
+        assert np.abs(stored.restored() - weight).max() <= (0 if exact else 1e-3 * np.abs(weight).max())
+    arrays = WeightPacker(file, arch, "int4").arrays()
+    inputs = {"qkv": 256, "output": 256, "gate_up": 256, "down": 512}
+    kinds = [kind_of(arrays[f"0.{name}"], size) for name, size in inputs.items()]
+    assert kinds == ["int4", "int4_offset", "int4_offset", "int8"]
+    assert kind_of(arrays["embedding"], 256) == "int8"
+    state = {name: torch.from_numpy(file.tensor(name).copy()) for name in weight_names(arch)}
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"):
+        state[name] = torch.from_numpy(quantise(state[name].numpy()).restored())
+    tokens = _tokens(80)
+    truth = dense_logits(state, arch, tokens, SlabPool(2, SHAPE).acquire(4).window).numpy()
+    facts = {"digest": "", "num_slabs": 2, "shape": SHAPE, "dtype": "int4"}
+    for variant, limit in (("portable", 0.05), (None, 0.3)):
+        engine = NativeEngine("mixed", arch, arrays, variant=variant, **facts)
+        assert difference(_run(engine, tokens, [48, 1, 17, 5]), truth) <= limit * truth.std()
 
 
 def test_rows_of_broken_groups_are_refused() -> None:

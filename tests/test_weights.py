@@ -48,11 +48,10 @@ from tests.transferring import downloaded
 
 SHAPE = SlabShape(recent=16, max_pin=4, prefill_chunk=8)
 State = dict[str, torch.Tensor]
-WHOLE_GROUPS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # rows of 32 weights, as int8 needs them
 
 
 def _config(family: str) -> dict[str, Any]:
-    return tiny.hf_model(family).config.to_dict() | (WHOLE_GROUPS if family == "qwen3" else {})
+    return tiny.hf_model(family).config.to_dict() | (tiny.WHOLE_GROUPS if family == "qwen3" else {})
 
 
 def _state(family: str, seed: int) -> State:
@@ -93,7 +92,12 @@ def _swap(engine: Engine, path: Path, version: str = "2", *, keeps_caches: bool 
     write(engine, checked(open_weights_at(path, engine), engine), version=version, keeps_caches=keeps_caches)
 
 
-_NATIVE = [("native", "mistral", "float32"), ("native", "qwen2", "bfloat16"), ("native", "qwen3", "int8")]
+_NATIVE = [
+    ("native", "mistral", "float32"),
+    ("native", "qwen2", "bfloat16"),
+    ("native", "qwen3", "int8"),
+    ("native", "qwen3", "int4"),
+]
 _MLX = [("mlx", "qwen2", "float32"), ("mlx", "qwen3", "bfloat16")]
 KINDS = [
     *(_NATIVE if HAS_NATIVE else ()),

@@ -15,6 +15,7 @@ from holdfast.models.architecture import from_hf_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY = 97
+WHOLE_GROUPS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # rows of 32 weights, as int8 and int4 need
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -48,8 +49,9 @@ def hf_model(family: str) -> Any:
         "mistral": {"head_dim": 10, "sliding_window": None},
         "qwen2": {"tie_word_embeddings": True},
         "qwen3": {"head_dim": 16},
+        "whole": WHOLE_GROUPS,
     }
-    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "whole": "Qwen3"}[family]
     config = getattr(transformers, f"{kind}Config")(**_SIZES | options[family])
     config._attn_implementation = "eager"
     torch.manual_seed(7)

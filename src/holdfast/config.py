@@ -247,8 +247,9 @@ class EngineConfig:
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda", "mlx"))
     dtype: str = option(
         "auto",
-        "data type of the weights; auto: int8 on the native CPU engine, otherwise bfloat16",
-        choices=("auto", "float32", "bfloat16", "int8"),
+        "data type of the weights; auto: int8 on the native CPU engine, otherwise bfloat16; int4 (native CPU engine): "
+        "four-bit weights of a GGUF file as they are, weights that are not quantised rounded to four bits, others int8",
+        choices=("auto", "float32", "bfloat16", "int8", "int4"),
     )
     deterministic: bool = option(False, "bit-identical results for a session, whatever else is in the batch")
     threads: int = option(0, "compute threads on the CPU; 0: one per core")

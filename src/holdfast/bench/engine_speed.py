@@ -40,7 +40,7 @@ from holdfast.models import GGUFSource, open_model
 from holdfast.testing.fake_engine import run_chunks
 
 BATCHES = (2, 4, 8)
-_DTYPES = ("int8", "bfloat16")
+_DTYPES = ("int8", "int4", "bfloat16")
 _TASK_TIMEOUT_S = 600.0
 _DIVERGENCE_TOKENS = 512
 _DIVERGENCE_CHUNK = 64
@@ -51,7 +51,7 @@ params = llama_cpp.llama_model_quantize_default_params()
 params.ftype, params.allow_requantize = int(sys.argv[3]), True
 sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
 """
-_Q8_0 = "7"
+_QUANTISED = {"llama_q8_0": "7", "llama_q4_0": "2"}  # llama.cpp's numbers of the file types
 
 _cpu_engine = functools.partial(EngineConfig, device="cpu", recent=4096, sessions=8)
 
@@ -137,7 +137,7 @@ class Peers:
 
 
 def find_peers(python: str, model: str, folder: Path, results: Results) -> Peers:
-    """What `python` (empty: this one) can run of `model` with llama.cpp: the file itself, and the same in eight bits.
+    """What `python` (empty: this one) can run of `model` with llama.cpp: the file itself, and it in Q8_0 and Q4_0.
 
     The report gets llama.cpp's version, or a note that it was not measured.
     """
@@ -149,13 +149,15 @@ def find_peers(python: str, model: str, folder: Path, results: Results) -> Peers
             raise ConfigError(f"{python} has no llama_cpp, or the model is not a GGUF file; leave out --llama-python")
         results.note("llama.cpp was not measured: it is not installed, or the model is not a GGUF file")
         return Peers(chosen, {})
-    quantized = folder / "q8_0.gguf"
-    command = [chosen, "-c", _QUANTIZE, str(source.path), str(quantized), _Q8_0]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    if made.returncode:
-        raise ProcessFailed(f"llama.cpp could not quantize {source.path}:\n{made.stderr[-500:]}")
+    files = {"llama_file": source.path}
+    for name, kind in _QUANTISED.items():
+        files[name] = folder / f"{name}.gguf"
+        command = [chosen, "-c", _QUANTIZE, str(source.path), str(files[name]), kind]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise ProcessFailed(f"llama.cpp could not quantize {source.path}:\n{made.stderr[-500:]}")
     results.report.versions["llama_cpp"] = asked.stdout.strip()
-    return Peers(chosen, {"llama_file": source.path, "llama_q8_0": quantized})
+    return Peers(chosen, files)
 
 
 @contextlib.contextmanager
@@ -227,9 +229,11 @@ def _decode_round(settings: DecodeSpeedSettings, children: Mapping[str, Child], 
         results.figure(name, "tokens/s", _tokens_per_s(child, task), "higher")
     for batch in BATCHES:
         task = EngineTask("decode", settings.tokens // 2 or 1, settings.history, batch)
-        results.figure(f"int8_batch_{batch}", "tokens/s", _tokens_per_s(children["int8"], task), "higher")
-        results.ratio(f"batch_{batch}_to_1", f"int8_batch_{batch}", "int8", "higher")
-    for peer in ("llama_q8_0", "llama_file"):
+        for dtype in ("int8", "int4"):
+            results.figure(f"{dtype}_batch_{batch}", "tokens/s", _tokens_per_s(children[dtype], task), "higher")
+            name = f"batch_{batch}_to_1" if dtype == "int8" else f"{dtype}_batch_{batch}_to_1"
+            results.ratio(name, f"{dtype}_batch_{batch}", dtype, "higher")
+    for peer in ("llama_file", *_QUANTISED):
         for dtype in _DTYPES:
             results.ratio(f"{dtype}_to_{peer}", dtype, peer, "higher")
 
@@ -237,7 +241,7 @@ def _decode_round(settings: DecodeSpeedSettings, children: Mapping[str, Child], 
 def _measure_long_history(settings: DecodeSpeedSettings, peers: Peers, results: Results) -> None:
     """With processes of its own, as filling the history takes longer than everything else."""
     ours = {"int8": _cpu_engine(dtype="int8", recent=settings.long, sessions=1)}
-    peers = Peers(peers.python, {name: path for name, path in peers.files.items() if name != "llama_file"})
+    peers = Peers(peers.python, {name: path for name, path in peers.files.items() if name == "llama_q8_0"})
     with _contestants(settings.model, ours, peers, settings.long + settings.tokens + 8) as children:
         task = EngineTask("decode", settings.tokens // 2 or 1, settings.long)
         for name, child in children.items():
@@ -288,7 +292,12 @@ def _logprobs(model: str, dtype: str, tokens: list[int]) -> NDArray[np.float64]:
 
 
 def _judge_decode(report: Report) -> list[Gate]:
-    required = {"batch_8_to_1": 3.0, "int8_to_llama_q8_0": 1.3, "int8_to_llama_file": 1.0}
+    required = {
+        "batch_8_to_1": 3.0,
+        "int8_to_llama_q8_0": 1.3,
+        "int4_to_llama_q4_0": 1.5,
+        "int4_to_llama_file": 1.5,
+    }
     return _judge(report, required | {"int8_to_llama_q8_0_long": 1.0} | LEAST)
 
 
@@ -303,7 +312,7 @@ DECODE = Scenario(
     measure=_measure_decode,
     judge=_judge_decode,
     charts=lambda settings: [
-        Chart("one stream", "bars", ("int8", "bfloat16", "llama_q8_0", "llama_file"), "tokens/s"),
+        Chart("one stream", "bars", (*_DTYPES, "llama_q8_0", "llama_q4_0", "llama_file"), "tokens/s"),
         Chart("several streams", "bars", ("int8", *(f"int8_batch_{batch}" for batch in BATCHES)), "tokens/s"),
         Chart("one stream through an endpoint", "bars", ("engine_alone", "grpc_stream", "http_stream"), "tokens/s"),
         Chart("a long history", "bars", ("int8_long", "llama_q8_0_long"), "tokens/s"),
@@ -334,7 +343,8 @@ def _measure_prefill(settings: PrefillSpeedSettings, results: Results) -> None:
                     results.step(f"round {index + 1}, {name}")
                     results.figure(name, "tokens/s", _tokens_per_s(child, task), "higher")
                 for peer in peers.files:
-                    results.ratio(f"int8_to_{peer}", "int8", peer, "higher")
+                    for dtype in ("int8", "int4"):
+                        results.ratio(f"{dtype}_to_{peer}", dtype, peer, "higher")
                 results.on_round()
 
 
@@ -346,9 +356,9 @@ PREFILL = Scenario(
     quick_s=20,
     num_rounds=lambda settings: settings.rounds,
     measure=_measure_prefill,
-    judge=lambda report: _judge(report, {"int8_to_llama_q8_0": 3.0, "int8_to_llama_file": 3.0}),
+    judge=lambda report: _judge(report, {"int8_to_llama_q8_0": 3.0, "int4_to_llama_q4_0": 3.0}),
     charts=lambda settings: [
-        Chart("prompt", "bars", ("int8", "bfloat16", "deterministic", "llama_q8_0", "llama_file"), "tokens/s")
+        Chart("prompt", "bars", (*_DTYPES, "deterministic", "llama_q8_0", "llama_q4_0", "llama_file"), "tokens/s")
     ],
 )
 

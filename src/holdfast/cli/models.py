@@ -18,6 +18,7 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; with int
 WINDOWS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 RUNTIME_BYTES = 600_000_000  # interpreter, libraries, activations of one step
 _INT8_WEIGHT_BYTES = 34 / 32  # including its share of the scale
+_INT4_WEIGHT_BYTES = 20 / 32  # including its share of scale and offset
 _MB = 1_000_000
 
 
@@ -165,6 +166,9 @@ def weight_bytes(arch: Architecture, dtype: str, device: str, *, is_native: bool
     if dtype == "int8":
         return round(arch.num_parameters * _INT8_WEIGHT_BYTES)
     num_head = arch.vocab_size * arch.hidden_size
+    if dtype == "int4":  # embedding and head have eight bits
+        num_eight = num_head * (1 if arch.has_tied_embeddings else 2)
+        return round(num_eight * _INT8_WEIGHT_BYTES + (arch.num_parameters - num_eight) * _INT4_WEIGHT_BYTES)
     plain = arch.num_parameters * VALUE_BYTES[dtype]
     if dtype == "float32" or device == "cuda" or is_native:
         return plain

@@ -112,6 +112,8 @@ def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
 def _on_cuda(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
     """The engine with Triton kernels; torch where Triton is not installed."""
     dtype = resolved_dtype(config.dtype, source.architecture, "cuda")
+    if dtype == "int4":
+        raise ConfigError("dtype int4 is for the CPU; with --device cuda use --dtype int8")
     if importlib.util.find_spec("triton") and _has_cuda():
         from holdfast.engine.cuda import load_engine
 
@@ -145,8 +147,8 @@ def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
 
 def _special_setting(dtype: str, config: EngineConfig) -> str | None:
     """The setting that only the native and the Triton engine support, if there is one."""
-    if dtype == "int8":
-        return "dtype int8"
+    if dtype in ("int8", "int4"):
+        return f"dtype {dtype}"
     return "--deterministic" if config.deterministic else None
 
 

@@ -22,7 +22,8 @@ from holdfast.models import Architecture
 
 Logits = Any  # an implementation's own array of shape [sum of num_logits, vocabulary]
 
-_CACHE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16"}  # by the dtype of the weights
+# By the dtype of the weights.
+_CACHE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
 _ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from holdfast.errors import ModelError
 from holdfast.models import Architecture, GGUFSource, HFSource, ModelSource, require_plain_weights
+from holdfast.models.gguf_file import FourBits
 
 _MAX_HEADER = 100 << 20  # bytes, as other readers of safetensors have it
-GROUP = 32  # weights along a row that share a scale in int8
+GROUP = 32  # weights along a row that share a scale in int8 and in int4
 
 _DTYPES = {
     **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16},
@@ -191,7 +192,31 @@ def quantise(weight: NDArray[np.float32]) -> Quantised:
     return Quantised(values.reshape(rows, columns), scales.astype(np.float16))
 
 
+def quantise_to_four_bits(weight: NDArray[np.float32], has_offsets: bool) -> FourBits:
+    """The four-bit form of `weight` [out, in]: the range of each group in 15 steps, with offsets as in Q4_1, without
+    them as in Q4_0."""
+    rows, columns = weight.shape
+    check_groups(columns)
+    groups = weight.reshape(rows, -1, GROUP)
+    if has_offsets:
+        lowest = groups.min(axis=2)
+        scales = ((groups.max(axis=2) - lowest) / np.float32(15)).astype(np.float16)
+        offsets = lowest.astype(np.float16)
+        shifted = groups - offsets.astype(np.float32)[:, :, None]
+    else:
+        largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], 2)[:, :, 0]
+        scales, offsets = (largest / np.float32(-8)).astype(np.float16), None
+        shifted = groups
+    steps = scales.astype(np.float32)
+    inverse = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps != 0)
+    values = np.rint(shifted * inverse[:, :, None]) + (0 if has_offsets else 8)
+    nibbles = values.clip(0, 15).astype(np.uint8)
+    return FourBits(nibbles[:, :, : GROUP // 2] | nibbles[:, :, GROUP // 2 :] << 4, scales, offsets)
+
+
 def check_groups(columns: int) -> None:
     """Raise ModelError where rows of `columns` weights cannot be divided into groups."""
     if columns % GROUP:
-        raise ModelError(f"int8 needs rows of whole groups of {GROUP} weights, got {columns}; use --dtype bfloat16")
+        raise ModelError(
+            f"int8 and int4 need rows of whole groups of {GROUP} weights, got {columns}; use --dtype bfloat16"
+        )

@@ -24,6 +24,9 @@ _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9  # ggml's numbers for value types
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _PLAIN = {0: np.float32, 1: np.float16}  # tensor types that need no dequantisation, by ggml's numbers
+_UNQUANTISED = (*_PLAIN, 30)  # and bfloat16
+_Q4_0, _Q4_1, _Q4_K = 2, 3, 12
+_SUPER_BLOCK = 8  # groups of Q4_K that share a half-precision scale
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 # From the Hugging Face names, by which tensors are asked for, to those in the file.
@@ -53,6 +56,35 @@ class TensorPlace:
     shape: tuple[int, ...]
     kind: int  # of quantisation, by ggml's numbers
     offset: int  # from the start of the file
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FourBits:
+    """Weights of four bits in groups of 32 along a row: scale * nibble + offset. In Q4_0, offset is -8 * scale."""
+
+    nibbles: NDArray[np.uint8]  # [out, in / 32, 16]: the first 16 of a group in the low halves, the others in the high
+    scales: NDArray[np.float16]  # [out, in / 32]
+    offsets: NDArray[np.float16] | None  # the same; None: -8 * scale
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, groups, half = self.nibbles.shape
+        return rows, groups * half * 2
+
+    def __getitem__(self, rows: slice) -> "FourBits":
+        offsets = self.offsets if self.offsets is None else self.offsets[rows]
+        return FourBits(self.nibbles[rows], self.scales[rows], offsets)
+
+    def given_offsets(self) -> NDArray[np.float16]:
+        return self.scales * np.float16(-8) if self.offsets is None else self.offsets
+
+    def restored(self) -> NDArray[np.float32]:
+        """The float weights that these stand for."""
+        values = np.concatenate((self.nibbles & 15, self.nibbles >> 4), axis=2).astype(np.float32)
+        scales = self.scales.astype(np.float32)[:, :, None]
+        offsets = self.given_offsets().astype(np.float32)[:, :, None]
+        weights: NDArray[np.float32] = (values * scales + offsets).reshape(len(values), -1)
+        return weights
 
 
 class GGUFFile:
@@ -167,10 +199,30 @@ class GGUFFile:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """The weight with the Hugging Face name `name`, dequantised, its rows in Hugging Face's order."""
+        return self._unpermuted(name, self._dequantised(self._place(name)))
+
+    def _place(self, name: str) -> TensorPlace:
         place = self._tensors.get(self._stored_name(name))
         if place is None:
             raise ModelError(f"{self.path} lacks the tensor {self._stored_name(name)}")
-        return self._unpermuted(name, self._dequantised(place))
+        return place
+
+    def is_quantised(self, name: str) -> bool:
+        return self._place(name).kind not in _UNQUANTISED
+
+    def four_bits(self, name: str) -> FourBits | None:
+        """The matrix with the Hugging Face name `name` as stored in Q4_0 or Q4_1, or from Q4_K with the scales of its
+        groups rounded to half precision; None for other types."""
+        place = self._place(name)
+        if place.kind not in (_Q4_0, _Q4_1, _Q4_K) or len(place.shape) != 2:
+            return None
+        inputs, rows = place.shape
+        num_bytes = math.prod(_stored_shape(place))
+        stored = self._bytes[place.offset : place.offset + num_bytes].reshape(rows, -1)
+        read = _read_q4_k if place.kind == _Q4_K else _read_q4
+        nibbles, *halves = read(stored, inputs // 32)
+        parts = [self._unpermuted(name, part) for part in (nibbles, *halves)]
+        return FourBits(parts[0], parts[1], parts[2] if len(parts) > 2 else None)
 
     def _dequantised(self, place: TensorPlace) -> NDArray[np.float32]:
         from gguf import GGMLQuantizationType
@@ -186,7 +238,7 @@ class GGUFFile:
             raise ModelError(f"{self.path}: quantisation {kind.name} is not supported") from exc
         return weight.reshape(tuple(reversed(place.shape)))
 
-    def _unpermuted(self, name: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _unpermuted(self, name: str, weight: NDArray[Any]) -> NDArray[Any]:
         """Undo llama files' order of q and k, in which the two halves of every rotary pair are interleaved."""
         is_query, is_key = ".q_proj." in name, ".k_proj." in name
         if not (is_query or is_key) or self.value("general.architecture") != "llama":
@@ -194,6 +246,32 @@ class GGUFFile:
         num_heads = self.architecture.num_heads if is_query else self.architecture.num_kv_heads
         halves = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
         return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _read_q4(stored: NDArray[np.uint8], num_groups: int) -> list[NDArray[Any]]:
+    """The nibbles and the scales of Q4_0 or Q4_1, of the latter also the offsets: stored is [out, bytes]."""
+    groups = stored.reshape(len(stored), num_groups, -1)
+    head = groups.shape[2] - 16
+    halves = np.ascontiguousarray(groups[:, :, :head]).view(np.float16)
+    return [groups[:, :, head:], *(halves[:, :, index] for index in range(head // 2))]
+
+
+def _read_q4_k(stored: NDArray[np.uint8], num_groups: int) -> list[NDArray[Any]]:
+    """The nibbles, scales and offsets of Q4_K. A super-block has two half-precision scales, 8 pairs of 6-bit numbers in
+    12 bytes, and for every two groups 32 bytes: the low halves are the first group, the high halves the second."""
+    rows = len(stored)
+    blocks = stored.reshape(rows, num_groups // _SUPER_BLOCK, -1)
+    halves = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
+    packed = blocks[:, :, 4:16]
+    first, second, third = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
+    sizes = np.concatenate((first & 63, (third & 15) | (first >> 6 << 4)), axis=2)
+    shifts = np.concatenate((second & 63, (third >> 4) | (second >> 6 << 4)), axis=2)
+    scales = (halves[:, :, :1] * sizes).astype(np.float16)
+    offsets = (-halves[:, :, 1:] * shifts).astype(np.float16)
+    two = blocks[:, :, 16:].reshape(rows, -1, 2, 16)  # [out, pairs of groups, halves of a group, 16]
+    low, high = two & 15, two >> 4
+    nibbles = np.stack((low[:, :, 0] | low[:, :, 1] << 4, high[:, :, 0] | high[:, :, 1] << 4), axis=2)
+    return [nibbles.reshape(rows, num_groups, 16), scales.reshape(rows, -1), offsets.reshape(rows, -1)]
 
 
 def _stored_shape(place: TensorPlace) -> tuple[int, ...]:

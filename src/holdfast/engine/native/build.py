@@ -12,15 +12,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_HEADERS = ("attention", "burst", "pairs", "pool", "products", "sampler", "vectors", "weights")
+_HEADERS = ("attention", "burst", "bytes", "pairs", "pool", "products", "sampler", "vectors", "weights")
 SOURCES = [HERE / "decoder.cpp", *(HERE / f"{name}.h" for name in _HEADERS)]
 
 # Best first. library.py chooses among the builds by the processor's features.
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _X86 = {
-    "avx512bf16": [*_AVX512, "-mavx512bf16"],
+    "avx512bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "avx512vnni": [*_AVX512, "-mavx512vnni"],
     "avx512": _AVX512,
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avxvnni": [*_AVX2, "-mavxvnni"],
+    "avx2": _AVX2,
 }
 _FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread"]
 

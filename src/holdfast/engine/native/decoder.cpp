@@ -2,7 +2,7 @@
 //
 // The order of every sum depends on its own row alone: one thread computes an output from the first weight to the last,
 // and attention combines stretches in the order of the cells. So a row's bits do not depend on the number of rows,
-// threads or neighbours. (The faster products of pairs.h do not keep this; they are used where that is allowed.)
+// threads or neighbours. (Products of MIXED activations do not keep this; they are used where that is allowed.)
 
 #include "attention.h"
 #include "burst.h"
@@ -59,8 +59,8 @@ struct Decoder {
     const Slabs slabs;
     const int width; // dim, padded to whole vectors
 
-    Decoder(const Model &m, const Slabs &s, int num_threads, bool exact)
-        : model(m), slabs(s), width(padded(m.dim)), pool(num_threads), products(pool, exact),
+    Decoder(const Model &m, const Slabs &s, int num_threads, Activations form)
+        : model(m), slabs(s), width(padded(m.dim)), pool(num_threads), products(pool, form),
           scratch(num_threads) {}
 
     void forward(const Row *rows, int num_rows, const int32_t *tokens, float *logits) {
@@ -194,16 +194,13 @@ struct Decoder {
         int size;
 
         void operator()(int row, int block, Floats products) const {
-            const int first = block / 2 * LANES, num = std::min(LANES, size - first);
-            float *at = out + (size_t)row * size + first;
+            float *at = out + (size_t)row * size;
             if (block % 2 == 0) {
-                std::memcpy(at, &products, num * sizeof(float));
+                put(at, size, block / 2, products);
                 return;
             }
-            Floats gate{};
-            std::memcpy(&gate, at, num * sizeof(float));
-            const Floats both = gate / (1.0f + exponential(-gate)) * products;
-            std::memcpy(at, &both, num * sizeof(float));
+            const Floats gate = get(at, size, block / 2);
+            put(at, size, block / 2, gate / (1.0f + exponential(-gate)) * products);
         }
     };
 
@@ -357,8 +354,8 @@ struct Decoder {
 
 extern "C" {
 
-Decoder *holdfast_decoder(const Model *model, const Slabs *slabs, int32_t num_threads, int32_t is_exact) {
-    return new Decoder(*model, *slabs, num_threads, is_exact);
+Decoder *holdfast_decoder(const Model *model, const Slabs *slabs, int32_t num_threads, Activations form) {
+    return new Decoder(*model, *slabs, num_threads, form);
 }
 
 void holdfast_free(Decoder *decoder) { delete decoder; }
@@ -378,5 +375,6 @@ void holdfast_draw(const float *logits, int32_t size, double temperature, uint64
     *drawn = draw(logits, size, temperature, {seed, position, choice});
 }
 
-int32_t holdfast_has_pairs() { return HAS_PAIRS; }
+// Whether products of MIXED activations with weights of this kind depend on the number of rows.
+int32_t holdfast_mixes(int32_t kind) { return kind == INT8 ? HAS_BYTES : kind == BFLOAT16 && HAS_PAIRS; }
 }

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from holdfast.engine.batch import places
 from holdfast.engine.interface import Engine, KeysValues, Row, engine_info
 from holdfast.engine.native import library as native
-from holdfast.engine.native.weights import Arrays, packed_weights, tensor_places, write_tensor
+from holdfast.engine.native.weights import Arrays, kind_of, packed_weights, tensor_places, write_tensor
 from holdfast.engine.sampling import Pick, not_finite, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
 from holdfast.engine.weights import GROUP, decoder_shapes, open_weights
@@ -22,6 +22,7 @@ _COLDEST = 1e-3  # below this temperature, scaled logits leave the range of floa
 # `EngineInfo.row_cost` by dtype and row invariance: the fewer bytes a weight has, the more of the time goes to
 # multiplication.
 _ROW_COSTS = {
+    ("int4", True): 0.1,
     ("int8", False): 0.25,
     ("int8", True): 0.35,
     ("bfloat16", False): 0.13,
@@ -53,7 +54,8 @@ class NativeEngine(Engine):
         variant: str | None = None,
     ) -> None:
         self._library = native.library(variant)
-        is_exact = deterministic or dtype == "float32" or not self._library.holdfast_has_pairs()
+        activations = native.BYTES if dtype == "int4" else native.FLOATS if deterministic else native.MIXED
+        is_exact = activations != native.MIXED or not self._library.holdfast_mixes(native.KINDS[dtype])
         row_cost = _ROW_COSTS.get((dtype, is_exact), 1.0)  # `engine_info` refuses other dtypes
         info = engine_info(
             name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=is_exact, row_cost=row_cost
@@ -65,7 +67,7 @@ class NativeEngine(Engine):
         self._keys, self._values = (np.full(cells, 0, kind) for _ in range(2))
         self.arrays = arrays
         self._tensor_shapes, self._tensor_places = decoder_shapes(arch), tensor_places(arch)
-        self._held = _described(arch, arrays, dtype)  # keeps alive what the decoder points to
+        self._held = _described(arch, arrays)  # keeps alive what the decoder points to
         slabs = native.SlabsStruct(
             self._keys.ctypes.data,
             self._values.ctypes.data,
@@ -75,7 +77,7 @@ class NativeEngine(Engine):
             native.KINDS[info.kv_dtype],
         )
         self.num_cores = num_threads or _num_threads()
-        self._decoder = self._library.holdfast_decoder(self._held[0], slabs, self.num_cores, is_exact)
+        self._decoder = self._library.holdfast_decoder(self._held[0], slabs, self.num_cores, activations)
 
     def __del__(self) -> None:
         if self._decoder:
@@ -144,7 +146,7 @@ class NativeEngine(Engine):
         return self._tensor_shapes
 
     def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
-        write_tensor(self.arrays, self._tensor_places[name], tensor, self.info.dtype)
+        write_tensor(self.arrays, self._tensor_places[name], tensor)
 
     def _draw(self, logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogits:
         params, row, drawn = pick.params, logits[pick.row], native.DrawnStruct()
@@ -187,13 +189,14 @@ def _num_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.ModelStruct, object, object]:
+def _described(arch: Architecture, arrays: Arrays) -> tuple[native.ModelStruct, object, object]:
     """The model as a C struct, and the arrays that the struct points to."""
-    kind, dim = native.KINDS[dtype], arch.head_dim
+    dim = arch.head_dim
     queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
 
     def matrix(name: str, outputs: int, inputs: int) -> native.MatrixStruct:
         blocks = arrays[name]
+        kind = native.KINDS[kind_of(blocks, inputs)]
         return native.MatrixStruct(blocks.ctypes.data, len(blocks), inputs, kind, outputs)
 
     def vector(name: str) -> int | None:
@@ -232,7 +235,7 @@ def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.M
 def fits(arch: Architecture, dtype: str) -> bool:
     """Whether the native code can compute this model in this dtype."""
     inputs = (arch.hidden_size, arch.num_heads * arch.head_dim, arch.mlp_size)
-    return arch.head_dim <= MAX_HEAD and all(size % (GROUP if dtype == "int8" else 2) == 0 for size in inputs)
+    return arch.head_dim <= MAX_HEAD and all(size % (GROUP if dtype in ("int8", "int4") else 2) == 0 for size in inputs)
 
 
 def load_engine(

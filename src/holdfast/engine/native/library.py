@@ -11,11 +11,19 @@ from holdfast.engine.native.build import library_path, variants
 from holdfast.errors import ConfigError
 from holdfast.extras import HOW_TO_BUILD
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int4_offset": 4}
+MIXED, FLOATS, BYTES = range(3)  # how activations enter products, as products.h explains
 CHOICE = "HOLDFAST_NATIVE"  # environment variable that names one build; "off": none
 
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}
-_NEEDS = {"avx512bf16": _AVX512 | {"avx512_bf16"}, "avx512": _AVX512, "avx2": {"avx2", "fma", "f16c"}}
+_AVX2 = {"avx2", "fma", "f16c"}
+_NEEDS = {
+    "avx512bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "avx512vnni": _AVX512 | {"avx512_vnni"},
+    "avx512": _AVX512,
+    "avxvnni": _AVX2 | {"avx_vnni"},
+    "avx2": _AVX2,
+}
 
 
 class MatrixStruct(Structure):
@@ -101,11 +109,14 @@ class DrawnStruct(Structure):
 
 
 def usable_variants() -> list[str]:
-    """The installed builds that this machine can run, best first; none where HOLDFAST_NATIVE is "off"."""
-    if os.environ.get(CHOICE) == "off":
+    """The installed builds that this machine can run: the one that HOLDFAST_NATIVE names, then the best; none where it
+    is "off"."""
+    named = os.environ.get(CHOICE)
+    if named == "off":
         return []
     has = _features()
-    return [name for name in variants() if _NEEDS.get(name, set()) <= has and library_path(name).is_file()]
+    usable = [name for name in variants() if _NEEDS.get(name, set()) <= has and library_path(name).is_file()]
+    return sorted(usable, key=lambda name: name != named)
 
 
 def _features() -> set[str]:
@@ -113,7 +124,7 @@ def _features() -> set[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:  # a Mac; Intel Macs have had AVX2 since 2013
-        return {"avx2", "fma", "f16c"} if platform.machine() == "x86_64" else set()
+        return _AVX2 if platform.machine() == "x86_64" else set()
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
@@ -142,7 +153,8 @@ def library(variant: str | None = None) -> ctypes.CDLL:
         *(c_int32, c_double, c_void_p, POINTER(DrawnStruct)),
     )
     found.holdfast_burst.restype = c_int32
-    found.holdfast_has_pairs.restype = c_int32
+    found.holdfast_mixes.argtypes = (c_int32,)
+    found.holdfast_mixes.restype = c_int32
     found.holdfast_draw.argtypes = (c_void_p, c_int32, c_double, c_uint64, c_uint64, c_uint32, POINTER(DrawnStruct))
     found.holdfast_draw.restype = None
     return found

@@ -4,19 +4,40 @@
 
 #include <vector>
 
+#include "bytes.h"
 #include "pairs.h"
 #include "pool.h"
 
+// How activations enter the products with weights of up to 16 bits. A row's bits do not depend on how many rows are
+// multiplied with it, unless they are MIXED: as floats with few rows, else in the form that multiplies fastest.
+enum Activations : int32_t { MIXED = 0, FLOATS = 1, BYTES = 2 };
+
+// The 16 values of a block, of which only those are there that are outputs.
+inline Floats get(const float *row, int outputs, int block) {
+    const int first = block * LANES;
+    if (first + LANES <= outputs)
+        return load<Floats>(row + first);
+    Floats found{};
+    std::memcpy(&found, row + first, std::max(0, outputs - first) * sizeof(float));
+    return found;
+}
+
+inline void put(float *row, int outputs, int block, Floats values) {
+    const int first = block * LANES;
+    if (first + LANES <= outputs)
+        store(row + first, values);
+    else
+        std::memcpy(row + first, &values, std::max(0, outputs - first) * sizeof(float));
+}
+
 class Products {
   public:
-    // `exact`: a row's bits do not depend on how many rows are multiplied with it.
-    Products(Pool &shared, bool exact) : pool(shared), is_exact(exact), rooms(shared.num_threads()) {}
+    Products(Pool &shared, Activations form) : pool(shared), activations(form), rooms(shared.num_threads()) {}
 
     // to[row, output] = product
     void write(const Matrix &m, const float *x, int num, float *to) {
         each(m, x, num, [&](int row, int block, Floats products) {
-            float *at = to + (size_t)row * m.outputs;
-            outputs(m, block, products, [&](int output, float value) { at[output] = value; });
+            put(to + (size_t)row * m.outputs, m.outputs, block, products);
         });
     }
 
@@ -24,7 +45,7 @@ class Products {
     void add(const Matrix &m, const float *x, int num, float *to) {
         each(m, x, num, [&](int row, int block, Floats products) {
             float *at = to + (size_t)row * m.outputs;
-            outputs(m, block, products, [&](int output, float value) { at[output] += value; });
+            put(at, m.outputs, block, products + get(at, m.outputs, block));
         });
     }
 
@@ -39,75 +60,92 @@ class Products {
         pool.run((pairs + size - 1) / size, [&](int piece, int thread) {
             with_kind(m.kind, [&](auto w) {
                 using W = typename decltype(w)::type;
-                for (int block = 2 * piece * size; block < 2 * std::min(pairs, (piece + 1) * size); block++)
-                    multiply_block<W>(m.blocks + block * stride, m.inputs, input, rooms[thread],
-                                      [&](int row, Floats products) { use(row, block, products); });
+                for (int block = 2 * piece * size; block < 2 * std::min(pairs, (piece + 1) * size); block += 2)
+                    multiply_pair<W>(m.blocks + block * stride, stride, block, m.inputs, input, rooms[thread], use);
             });
         });
     }
 
   private:
     Pool &pool;
-    const bool is_exact;
+    const Activations activations;
     std::vector<std::vector<uint8_t>> rooms; // each thread's memory for converted weights
-    std::vector<float> rows_beside;          // the interleaved input of a product
+    std::vector<uint8_t> rows_beside;        // the interleaved input of a product
+
+    enum class Form { FLOATS, PAIRS, BYTES };
 
     // The input of one product, with interleaved rows.
     struct Input {
-        const float *floats;
-        const uint32_t *pairs; // or null
+        Form form;
+        const void *rows;
         int num;
     };
 
-    Input interleaved(const Matrix &m, const float *x, int num) {
-        if (num == 1)
-            return {x, nullptr, num};
-        const bool is_paired = HAS_PAIRS && !is_exact && num > FEW && m.kind != FLOAT32;
-        rows_beside.resize((size_t)num * m.inputs);
-        pool.run((num + ROWS - 1) / ROWS, [&](int tile, int) {
-            const size_t at = (size_t)tile * ROWS * m.inputs;
-            const int size = std::min(ROWS, num - tile * ROWS);
-            if (is_paired)
-                interleave_pairs(x + at, size, m.inputs, (uint32_t *)rows_beside.data() + at / 2);
-            else
-                interleave(x + at, size, m.inputs, &rows_beside[at]);
-        });
-        return {rows_beside.data(), is_paired ? (uint32_t *)rows_beside.data() : nullptr, num};
+    Form form_of(const Matrix &m, int num) const {
+        const bool is_fast = activations == MIXED && num > FEW;
+        if (HAS_BYTES && activations == BYTES && m.kind >= INT8)
+            return Form::BYTES;
+        if (HAS_BYTES && is_fast && m.kind == INT8)
+            return Form::BYTES;
+        return HAS_PAIRS && is_fast && m.kind == BFLOAT16 ? Form::PAIRS : Form::FLOATS;
     }
 
-    // For many rows, the weights are first converted to the form that multiplies fastest.
+    Input interleaved(const Matrix &m, const float *x, int num) {
+        const Form form = form_of(m, num);
+        if (num == 1 && form == Form::FLOATS)
+            return {form, x, num};
+        const int most = form == Form::BYTES ? BYTE_ROWS : ROWS;
+        rows_beside.resize((size_t)num * m.inputs * sizeof(float));
+        pool.run((num + most - 1) / most, [&](int tile, int) {
+            const int first = tile * most, size = std::min(most, num - first);
+            const float *from = x + (size_t)first * m.inputs;
+            if (form == Form::BYTES)
+                interleave_bytes(from, size, m.inputs, &rows_beside[tile_bytes(first, m.inputs)]);
+            else if (form == Form::PAIRS)
+                interleave_pairs(from, size, m.inputs, (uint32_t *)rows_beside.data() + (size_t)first * m.inputs / 2);
+            else
+                interleave(from, size, m.inputs, (float *)rows_beside.data() + (size_t)first * m.inputs);
+        });
+        return {form, rows_beside.data(), num};
+    }
+
+    // Both blocks of a pair. For many rows, weights that are not multiplied as bytes are first converted to the form that
+    // multiplies fastest.
     template <class W, class Use>
-    static void multiply_block(const uint8_t *block, int inputs, Input x, std::vector<uint8_t> &room, Use &&use) {
-#if defined(__AVX512BF16__)
-        if (x.pairs) {
-            if (x.num <= ROWS) {
-                multiply_paired_rows<Pairs<W>>(block, inputs, x.pairs, x.num, use);
+    static void multiply_pair(const uint8_t *blocks, size_t stride, int number, int inputs, Input x,
+                              std::vector<uint8_t> &room, Use &&use) {
+#if defined(__AVX2__)
+        if constexpr (W::SIZE == GROUP)
+            if (x.form == Form::BYTES) {
+                multiply_bytes<W>(blocks, stride, number, inputs, (const uint8_t *)x.rows, x.num, use);
                 return;
             }
-            room.resize(inputs / W::GROUP * KeptPairs<W>::BYTES);
-            KeptPairs<W>::fill(block, inputs, room.data());
-            multiply_paired_rows<KeptPairs<W>>(room.data(), inputs, x.pairs, x.num, use);
-            return;
-        }
 #endif
-        if (x.num <= ROWS || std::is_same_v<W, Float32>) {
-            multiply_rows<W>(block, inputs, x.floats, x.num, use);
-            return;
+        for (int block = number; block < number + 2; block++, blocks += stride) {
+            const auto keep = [&](int row, Floats products) { use(row, block, products); };
+#if defined(__AVX512BF16__)
+            if constexpr (std::is_same_v<W, Bfloat16>)
+                if (x.form == Form::PAIRS) {
+                    const uint32_t *rows = (const uint32_t *)x.rows;
+                    if (x.num <= ROWS) {
+                        multiply_paired_rows<Pairs>(blocks, inputs, rows, x.num, keep);
+                    } else {
+                        room.resize(inputs / 2 * KeptPairs::BYTES);
+                        KeptPairs::fill(blocks, inputs, room.data());
+                        multiply_paired_rows<KeptPairs>(room.data(), inputs, rows, x.num, keep);
+                    }
+                    continue;
+                }
+#endif
+            const float *rows = (const float *)x.rows;
+            if (x.num <= ROWS || std::is_same_v<W, Float32>) {
+                multiply_rows<W>(blocks, inputs, rows, x.num, keep);
+                continue;
+            }
+            room.resize(inputs / W::SIZE * Expanded<W>::BYTES);
+            Expanded<W>::fill(blocks, inputs, room.data());
+            multiply_rows<Expanded<W>>(room.data(), inputs, rows, x.num, keep);
         }
-        room.resize(inputs / W::GROUP * Expanded<W>::BYTES);
-        Expanded<W>::fill(block, inputs, room.data());
-        multiply_rows<Expanded<W>>(room.data(), inputs, x.floats, x.num, use);
     }
 
-    // Calls put(output, value) for those of a block's 16 products that are outputs.
-    template <class Put> static void outputs(const Matrix &m, int block, Floats products, Put &&put) {
-        const int first = block * LANES;
-        if (first + LANES <= m.outputs) {
-            for (int lane = 0; lane < LANES; lane++)
-                put(first + lane, products[lane]);
-            return;
-        }
-        for (int lane = 0; lane < m.outputs - first; lane++)
-            put(first + lane, products[lane]);
-    }
 };

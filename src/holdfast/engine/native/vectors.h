@@ -132,6 +132,38 @@ inline float largest_of(Floats v) {
     return best;
 }
 
+inline int32_t largest_of(Ints v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t best = v[0];
+    for (int lane = 1; lane < LANES; lane++)
+        best = std::max(best, (int32_t)v[lane]);
+    return best;
+#endif
+}
+
+inline int32_t sum_of(Ints v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        sum += v[lane];
+    return sum;
+#endif
+}
+
+// The lowest byte of every lane.
+inline void store_bytes(void *to, Ints v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    for (int lane = 0; lane < LANES; lane++)
+        ((int8_t *)to)[lane] = (int8_t)v[lane];
+#endif
+}
+
 // out = x / rms(x) * weight
 inline void normalise(const float *x, const float *weight, int size, float epsilon, float *out) {
     Floats squares{};

@@ -10,71 +10,113 @@
 constexpr int ROWS = 8;     // rows that are multiplied while the weights are read once
 constexpr int AHEAD = 2048; // how many bytes ahead the weights are prefetched
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, INT4_OFFSET = 4 };
 
 struct Matrix {
     const uint8_t *blocks; // an even number of them; weights beyond the last output are zero
     int32_t num_blocks, inputs, kind, outputs;
 };
 
-// Each kind stores GROUP inputs in BYTES; they are converted to floats one input, that is one vector, at a time.
+constexpr int GROUP = 32; // inputs that share a scale, in int8 and in four bits
+
+// Each kind stores SIZE inputs in BYTES; STEP of them at a time are converted to floats, one vector for each.
 
 struct Float32 {
-    static constexpr int GROUP = 2;
+    static constexpr int SIZE = 2, STEP = 2;
     static constexpr bool IS_SCALED = false;
-    static constexpr size_t BYTES = GROUP * LANES * sizeof(float);
-    static Floats weight(const uint8_t *group, int i) { return load<Floats>(group + i * LANES * sizeof(float)); }
+    static constexpr size_t BYTES = SIZE * LANES * sizeof(float);
+    static void weights(const uint8_t *group, int, Floats (&out)[STEP]) {
+        for (int i = 0; i < STEP; i++)
+            out[i] = load<Floats>(group + i * LANES * sizeof(float));
+    }
 };
 
 struct Bfloat16 {
-    static constexpr int GROUP = 2;
+    static constexpr int SIZE = 2, STEP = 2;
     static constexpr bool IS_SCALED = false;
-    static constexpr size_t BYTES = GROUP * LANES * sizeof(uint16_t);
-    static Floats weight(const uint8_t *group, int i) { return from_bfloat16(group + i * LANES * sizeof(uint16_t)); }
+    static constexpr size_t BYTES = SIZE * LANES * sizeof(uint16_t);
+    static void weights(const uint8_t *group, int, Floats (&out)[STEP]) {
+        for (int i = 0; i < STEP; i++)
+            out[i] = from_bfloat16(group + i * LANES * sizeof(uint16_t));
+    }
 };
 
-struct Int8 { // 16 half-precision scales, then 32 times 16 weights
-    static constexpr int GROUP = 32;
+// 16 half-precision scales, then for every four inputs their bytes in the first output, in the second, ...
+struct Int8 {
+    static constexpr int SIZE = GROUP, STEP = 4;
     static constexpr bool IS_SCALED = true;
     static constexpr size_t HEAD = LANES * sizeof(uint16_t);
     static constexpr size_t BYTES = HEAD + GROUP * LANES;
-    static Floats weight(const uint8_t *group, int i) { return from_int8(group + HEAD + i * LANES); }
     static Floats scale(const uint8_t *group) { return from_half((const uint16_t *)group); }
+    static void weights(const uint8_t *group, int i, Floats (&out)[STEP]) {
+        const Ints four = load<Ints>(group + HEAD + i * LANES);
+#pragma GCC unroll 4
+        for (int j = 0; j < STEP; j++)
+            out[j] = __builtin_convertvector((four << (24 - 8 * j)) >> 24, Floats);
+    }
 };
 
+// 16 half-precision scales and perhaps 16 offsets; then bytes as above, each with two inputs: one of the first 16 in its
+// low half, and the one 16 further in its high half. A weight is scale * (nibble - 8), or scale * nibble + offset.
+template <bool OFFSETS> struct Int4 {
+    static constexpr int SIZE = GROUP, STEP = 4;
+    static constexpr bool IS_SCALED = false, HAS_OFFSETS = OFFSETS;
+    static constexpr size_t HEAD = LANES * sizeof(uint16_t) * (OFFSETS ? 2 : 1);
+    static constexpr size_t BYTES = HEAD + GROUP / 2 * LANES;
+    static void weights(const uint8_t *group, int i, Floats (&out)[STEP]) {
+        const Floats scale = from_half((const uint16_t *)group);
+        const Floats offset = OFFSETS ? from_half((const uint16_t *)group + LANES) : scale * -8.0f;
+        const Ints eight = load<Ints>(group + HEAD + i % (GROUP / 2) * LANES) >> (i / (GROUP / 2) * 4);
+#pragma GCC unroll 4
+        for (int j = 0; j < STEP; j++)
+            out[j] = __builtin_convertvector((eight >> (8 * j)) & 15, Floats) * scale + offset;
+    }
+};
+
+template <class W> constexpr bool IS_INT4 = false;
+template <bool OFFSETS> constexpr bool IS_INT4<Int4<OFFSETS>> = true;
+
 template <class Act> inline void with_kind(int kind, Act &&act) {
-    if (kind == INT8)
-        act(std::type_identity<Int8>{});
-    else if (kind == BFLOAT16)
-        act(std::type_identity<Bfloat16>{});
-    else
-        act(std::type_identity<Float32>{});
+    switch (kind) {
+    case FLOAT32: act(std::type_identity<Float32>{}); break;
+    case BFLOAT16: act(std::type_identity<Bfloat16>{}); break;
+    case INT8: act(std::type_identity<Int8>{}); break;
+    case INT4: act(std::type_identity<Int4<false>>{}); break;
+    case INT4_OFFSET: act(std::type_identity<Int4<true>>{}); break;
+    }
 }
 
 inline size_t block_bytes(int kind, int inputs) {
     size_t bytes = 0;
     with_kind(kind, [&](auto w) {
         using W = typename decltype(w)::type;
-        bytes = (size_t)(inputs / W::GROUP) * W::BYTES;
+        bytes = (size_t)(inputs / W::SIZE) * W::BYTES;
     });
     return bytes;
 }
 
 // The same weights as floats, which many rows then read from the cache: the scales of the outputs, then their group.
 template <class W> struct Expanded {
-    static constexpr int GROUP = W::GROUP;
+    static constexpr int SIZE = W::SIZE, STEP = W::STEP;
     static constexpr bool IS_SCALED = W::IS_SCALED;
     static constexpr size_t HEAD = IS_SCALED ? sizeof(Floats) : 0;
-    static constexpr size_t BYTES = HEAD + GROUP * sizeof(Floats);
-    static Floats weight(const uint8_t *group, int i) { return load<Floats>(group + HEAD + i * sizeof(Floats)); }
+    static constexpr size_t BYTES = HEAD + SIZE * sizeof(Floats);
     static Floats scale(const uint8_t *group) { return load<Floats>(group); }
+    static void weights(const uint8_t *group, int i, Floats (&out)[STEP]) {
+        for (int j = 0; j < STEP; j++)
+            out[j] = load<Floats>(group + HEAD + (i + j) * sizeof(Floats));
+    }
 
     static void fill(const uint8_t *block, int inputs, uint8_t *out) {
-        for (int first = 0; first < inputs; first += GROUP, block += W::BYTES, out += BYTES) {
+        for (int first = 0; first < inputs; first += SIZE, block += W::BYTES, out += BYTES) {
             if constexpr (IS_SCALED)
                 store((float *)out, W::scale(block));
-            for (int i = 0; i < GROUP; i++)
-                store((float *)(out + HEAD) + i * LANES, W::weight(block, i));
+            for (int i = 0; i < SIZE; i += STEP) {
+                Floats some[STEP];
+                W::weights(block, i, some);
+                for (int j = 0; j < STEP; j++)
+                    store((float *)(out + HEAD) + (i + j) * LANES, some[j]);
+            }
         }
     }
 };
@@ -85,11 +127,15 @@ inline void read_output(const Matrix &m, int output, float *out) {
     const int lane = output % LANES;
     with_kind(m.kind, [&](auto w) {
         using W = typename decltype(w)::type;
-        for (int first = 0; first < m.inputs; first += W::GROUP, block += W::BYTES)
-            for (int i = 0; i < W::GROUP; i++) {
-                out[first + i] = W::weight(block, i)[lane];
+        for (int first = 0; first < m.inputs; first += W::SIZE, block += W::BYTES)
+            for (int i = 0; i < W::SIZE; i += W::STEP) {
+                Floats some[W::STEP];
+                W::weights(block, i, some);
+                for (int j = 0; j < W::STEP; j++)
+                    out[first + i + j] = some[j][lane];
                 if constexpr (W::IS_SCALED)
-                    out[first + i] *= W::scale(block)[lane];
+                    for (int j = 0; j < W::STEP; j++)
+                        out[first + i + j] *= W::scale(block)[lane];
             }
     });
 }
@@ -101,37 +147,37 @@ inline void interleave(const float *x, int num, int inputs, float *out) {
             out[(size_t)i * num + n] = x[(size_t)n * inputs + i];
 }
 
-// Calls act<rows in the tile>(first row) for every tile.
-template <class Act> inline void in_tiles(int num, Act &&act) {
+// Calls act<rows in the tile>(first row) for every tile of up to MOST rows.
+template <int MOST = ROWS, class Act> inline void in_tiles(int num, Act &&act) {
     int first = 0;
-    for (; num - first >= ROWS; first += ROWS)
-        act.template operator()<ROWS>(first);
-    switch (num - first) {
-    case 1: act.template operator()<1>(first); break;
-    case 2: act.template operator()<2>(first); break;
-    case 3: act.template operator()<3>(first); break;
-    case 4: act.template operator()<4>(first); break;
-    case 5: act.template operator()<5>(first); break;
-    case 6: act.template operator()<6>(first); break;
-    case 7: act.template operator()<7>(first); break;
-    }
+    for (; num - first >= MOST; first += MOST)
+        act.template operator()<MOST>(first);
+    const auto rest = [&]<int... N>(std::integer_sequence<int, N...>) {
+        ((num - first == N + 1 ? act.template operator()<N + 1>(first) : void()), ...);
+    };
+    if (first < num)
+        rest(std::make_integer_sequence<int, MOST - 1>{});
 }
 
 // The N rows of the tile `x` times one block. Even and odd inputs are summed separately; scales apply to each group.
 template <class W, int N> inline void multiply(const uint8_t *block, int inputs, const float *x, Floats (&out)[N]) {
     Floats even[N] = {}, odd[N] = {}, sums[N] = {};
-    for (int first = 0; first < inputs; first += W::GROUP, block += W::BYTES, x += W::GROUP * N) {
+    for (int first = 0; first < inputs; first += W::SIZE, block += W::BYTES, x += W::SIZE * N) {
 #pragma GCC unroll 16
         for (size_t ahead = 0; ahead < W::BYTES; ahead += 64)
             __builtin_prefetch(block + AHEAD + ahead);
-        for (int i = 0; i < W::GROUP; i += 2) {
-            const Floats one = W::weight(block, i), other = W::weight(block, i + 1);
+        for (int i = 0; i < W::SIZE; i += W::STEP) {
+            Floats some[W::STEP];
+            W::weights(block, i, some);
+#pragma GCC unroll 2
+            for (int j = 0; j < W::STEP; j += 2) {
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++)
-                even[n] += one * x[i * N + n];
+                for (int n = 0; n < N; n++)
+                    even[n] += some[j] * x[(i + j) * N + n];
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++)
-                odd[n] += other * x[(i + 1) * N + n];
+                for (int n = 0; n < N; n++)
+                    odd[n] += some[j + 1] * x[(i + j + 1) * N + n];
+            }
         }
         if constexpr (W::IS_SCALED) {
             const Floats scale = W::scale(block);

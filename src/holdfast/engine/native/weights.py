@@ -8,7 +8,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +24,24 @@ from holdfast.engine.weights import (
     check_shape,
     decoder_shapes,
     quantise,
+    quantise_to_four_bits,
 )
 from holdfast.errors import ModelError
 from holdfast.models import Architecture, ModelSource
+from holdfast.models.gguf_file import FourBits, GGUFFile
 
 LANES = 16
-FORMAT = "blocks-of-16/1"
-_GROUP_BYTES = LANES * (2 + GROUP)  # int8: for each group of inputs 16 scales, then the values
+FORMAT = "blocks-of-16/2"
+# The bytes of a group of inputs in a block. In int8: 16 scales, then the values. In int4: 16 scales and perhaps 16
+# offsets, then the nibbles.
+_GROUP_BYTES = {
+    "float32": LANES * 4 * GROUP,
+    "bfloat16": LANES * 2 * GROUP,
+    "int8": LANES * (2 + GROUP),
+    "int4": LANES * (2 + GROUP // 2),
+    "int4_offset": LANES * (4 + GROUP // 2),
+}
+FOUR_BITS = ("int4", "int4_offset")
 _PIECE = 1 << 18  # values that are converted at once: they stay in the cache of a core
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -143,7 +154,12 @@ def tensor_places(arch: Architecture) -> dict[str, PackedPlace]:
 
 @dataclass(frozen=True, slots=True)
 class WeightPacker:
-    """Reads, checks and packs the weights of one model, one tensor at a time."""
+    """Reads, checks and packs the weights of one model, one tensor at a time.
+
+    With dtype int4, matrices that are not quantised yet get four bits, and embedding and head eight. In a GGUF file,
+    tensors of four bits keep theirs. Those with another quantisation get eight, as do all that are multiplied together
+    with one of them.
+    """
 
     weights: WeightSource
     arch: Architecture
@@ -153,24 +169,49 @@ class WeightPacker:
         """All arrays by name: matrices as blocks of bits, vectors as float32. What no output has is zero."""
         shapes, places = decoder_shapes(self.arch), tensor_places(self.arch)
         arrays: dict[str, NDArray[np.generic]] = {}
-        for array, sizes in _array_sizes(shapes, places).items():
-            arrays[array] = self._empty(*sizes)
+        for array, (rows, inputs) in _array_sizes(shapes, places).items():
+            names = [name for name, place in places.items() if place.array == array]
+            arrays[array] = _empty(rows, inputs, self._kind(array, names) if inputs else "float32")
         for name, place in places.items():
-            tensor = self.weights.tensor(name)
+            bits = self._four_bits(name) if kind_of(arrays[place.array], shapes[name][-1]) in FOUR_BITS else None
+            tensor = bits or self.weights.tensor(name)
             check_shape(name, tensor.shape, shapes[name])
-            write_tensor(arrays, place, tensor, self.dtype)
+            write_tensor(arrays, place, tensor)
         return arrays
 
-    def _empty(self, num_blocks: int, inputs: int) -> NDArray[np.generic]:
-        """`num_blocks` blocks; a vector of that many values where there are no inputs."""
-        if not inputs:
-            return np.zeros(num_blocks, np.float32)
-        if inputs % 2:
-            raise ModelError(f"the native engine needs an even number of inputs, got {inputs}")
-        if self.dtype == "int8":
-            check_groups(inputs)
-            return np.zeros((num_blocks, inputs // GROUP * _GROUP_BYTES), np.uint8)
-        return np.zeros((num_blocks, inputs * LANES * (2 if self.dtype == "bfloat16" else 4)), np.uint8)
+    def _four_bits(self, name: str) -> FourBits | None:
+        return self.weights.four_bits(name) if isinstance(self.weights, GGUFFile) else None
+
+    def _kind(self, array: str, names: Sequence[str]) -> str:
+        """How a matrix is stored that consists of these tensors."""
+        if self.dtype != "int4":
+            return self.dtype
+        stored = [self._four_bits(name) for name in names]
+        if all(stored):
+            return "int4" if all(bits and bits.offsets is None for bits in stored) else "int4_offset"
+        if isinstance(self.weights, GGUFFile) and any(
+            bits is None and self.weights.is_quantised(name) for name, bits in zip(names, stored, strict=True)
+        ):
+            return "int8"
+        return "int8" if array in ("embedding", "head") else "int4_offset"
+
+
+def _empty(num_blocks: int, inputs: int, kind: str) -> NDArray[np.generic]:
+    """`num_blocks` blocks; a vector of that many values where there are no inputs."""
+    if not inputs:
+        return np.zeros(num_blocks, np.float32)
+    if inputs % 2:
+        raise ModelError(f"the native engine needs an even number of inputs, got {inputs}")
+    if kind not in ("float32", "bfloat16"):
+        check_groups(inputs)
+    return np.zeros((num_blocks, inputs * _GROUP_BYTES[kind] // GROUP), np.uint8)
+
+
+def kind_of(blocks: NDArray[np.generic], inputs: int) -> str:
+    """How these blocks store their weights."""
+    if blocks.ndim == 1:
+        return "float32"
+    return next(kind for kind, size in _GROUP_BYTES.items() if blocks.shape[1] * GROUP == inputs * size)
 
 
 def _array_sizes(
@@ -188,38 +229,54 @@ def _array_sizes(
     return sizes
 
 
-def write_tensor(arrays: Arrays, place: PackedPlace, tensor: NDArray[np.generic], dtype: str) -> None:
+def write_tensor(arrays: Arrays, place: PackedPlace, tensor: NDArray[np.generic] | FourBits) -> None:
     """Convert a tensor, which has the right shape, and write it to its place; nothing else in the arrays changes."""
     target = arrays[place.array]
-    if tensor.ndim == 1:
-        target[place.first : place.first + len(tensor)] = as_float32(tensor)
+    if len(tensor.shape) == 1:
+        target[place.first : place.first + tensor.shape[0]] = as_float32(tensor)
         return
-    blocks = target[place.offset :: place.step]
-    step = max(LANES, _PIECE // tensor.shape[1] // LANES * LANES)
-    for first in range(0, len(tensor), step):
-        _write_rows(blocks, place.first + first, as_float32(tensor[first : first + step]), dtype)
+    rows, inputs = tensor.shape
+    blocks, kind = target[place.offset :: place.step], kind_of(target, inputs)
+    step = max(LANES, _PIECE // inputs // LANES * LANES)
+    for first in range(0, rows, step):
+        some = tensor[first : first + step]
+        _write_rows(blocks, place.first + first, _converted(some, kind), kind)
 
 
-def _write_rows(blocks: NDArray[np.generic], first: int, weight: Floats, dtype: str) -> None:
-    """Write the outputs from `first` on: weight is [outputs, inputs]. The blocks that it begins and ends in may hold
+def _converted(weight: NDArray[np.generic] | FourBits, kind: str) -> tuple[NDArray[np.generic], ...]:
+    """The parts of a block for these rows, in the order of `_lanes`. Four bits are only for blocks of four bits."""
+    if isinstance(weight, FourBits):
+        bits = weight
+    elif kind in FOUR_BITS:
+        bits = quantise_to_four_bits(as_float32(weight), has_offsets=kind == "int4_offset")
+    elif kind == "int8":
+        return quantise(as_float32(weight))
+    else:
+        return (to_bfloat16(as_float32(weight)) if kind == "bfloat16" else as_float32(weight),)
+    return (bits.nibbles, bits.scales, *((bits.given_offsets(),) if kind == "int4_offset" else ()))
+
+
+def _write_rows(blocks: NDArray[np.generic], first: int, parts: tuple[NDArray[np.generic], ...], kind: str) -> None:
+    """Write the outputs from `first` on: a part is [outputs, ...]. The blocks that they begin and end in may hold
     others besides."""
-    parts: tuple[NDArray[np.generic], ...] = (weight,)
-    if dtype != "float32":
-        parts = quantise(weight) if dtype == "int8" else (to_bfloat16(weight),)
-    near, end = first // LANES, -(-(first + len(weight)) // LANES)
-    for lanes, part in zip(_lanes(blocks[near:end], dtype), parts, strict=True):
+    num = len(parts[0])
+    near, end = first // LANES, -(-(first + num) // LANES)
+    for lanes, part in zip(_lanes(blocks[near:end], kind), parts, strict=True):
         held = np.moveaxis(lanes, -1, 1)  # [blocks, 16, ...]
         rows = np.ascontiguousarray(held).reshape(len(held) * LANES, -1)
-        rows[first - near * LANES :][: len(part)] = part
+        rows[first - near * LANES :][:num] = part.reshape(num, -1)
         held[...] = rows.reshape(held.shape)
 
 
-def _lanes(blocks: NDArray[np.generic], dtype: str) -> tuple[NDArray[np.generic], ...]:
-    """Views of blocks with the 16 outputs last: [blocks, inputs, 16], of int8 the values and then the scales."""
+def _lanes(blocks: NDArray[np.generic], kind: str) -> tuple[NDArray[np.generic], ...]:
+    """Views of blocks with the 16 outputs last: [blocks, inputs, 16]. Of int8 and int4 the values, with four inputs or
+    four bytes of nibbles side by side in an output, then the scales and the offsets."""
     num = len(blocks)
-    if dtype != "int8":
-        kind = np.uint16 if dtype == "bfloat16" else np.float32
-        return (blocks.view(kind).reshape(num, -1, LANES),)
-    groups = blocks.reshape(num, -1, _GROUP_BYTES)
-    scales, values = groups[:, :, : 2 * LANES], groups[:, :, 2 * LANES :]
-    return values.view(np.int8).reshape(num, -1, GROUP, LANES), scales.view(np.float16)
+    if kind in ("float32", "bfloat16"):
+        return (blocks.view(np.uint16 if kind == "bfloat16" else np.float32).reshape(num, -1, LANES),)
+    groups = blocks.reshape(num, -1, _GROUP_BYTES[kind])
+    head = 2 * LANES * (2 if kind == "int4_offset" else 1)
+    halves = groups[:, :, :head].view(np.float16)
+    values = groups[:, :, head:].view(np.int8 if kind == "int8" else np.uint8)
+    quads = values.reshape(num, groups.shape[1], -1, LANES, 4).swapaxes(3, 4)
+    return (quads, *(halves[:, :, first : first + LANES] for first in range(0, halves.shape[2], LANES)))
