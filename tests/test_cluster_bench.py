@@ -7,12 +7,14 @@ import time
 from array import array
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from holdfast.bench.agents import Token
-from holdfast.bench.cluster.clients import split_turns
+from holdfast.bench.cluster import scenario
+from holdfast.bench.cluster.clients import SessionStuck, split_turns
 from holdfast.bench.cluster.faults import KINDS, FaultKind, FaultRun, plan_faults
 from holdfast.bench.cluster.history import Attempt, HistoryVerdict, RecordedTurn, check_history
 from holdfast.bench.cluster.postgres import PostgresProcess
@@ -297,3 +299,19 @@ async def test_a_commit_that_does_not_hold_its_lease_lets_a_zombie_acknowledge(
     verdict = check_history(log, {"s": split_turns(tokens, 0)})
     assert verdict.num_zombies == (0 if holds_lease else 1), verdict.problems
     assert bool(verdict.num_wrong) is not holds_lease
+
+
+async def test_a_session_that_cannot_be_read_for_a_moment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [SessionStuck("503")]
+
+    async def read_record(session: Any, *_: Any) -> list[RecordedTurn]:
+        if session.session_id == "b" or failures:
+            raise failures.pop() if failures else SessionStuck("404")
+        return []
+
+    monkeypatch.setattr(scenario, "read_record", read_record)
+    monkeypatch.setattr(scenario, "_READ_AGAIN_S", 0.0)
+    sessions = [SimpleNamespace(session_id=name) for name in "ab"]
+    playground: Any = SimpleNamespace(sessions=sessions, http=None, stuck=[])
+    assert await scenario._read_all(playground, "", "127.0.0.1:1") == {"a": []}
+    assert playground.stuck == ["session b: 404"]

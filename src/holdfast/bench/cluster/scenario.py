@@ -41,6 +41,7 @@ _READER = "reader"
 _LAST_TURN_S = 60.0  # how long a session may take for its last turn, once all faults are over
 _SLACK_S = 2.0  # beyond the lease, until a session of a dead member is answered
 _CONCURRENT_READS = 8
+_READS, _READ_AGAIN_S = 10, 0.5  # of a session that cannot be read
 _UNDISTURBED_S = 0.5  # after a fault that the next one waits for
 
 
@@ -206,14 +207,18 @@ async def _read_all(playground: Playground, base: str, grpc: str) -> dict[str, l
 
         async def read(number: int) -> None:
             session = playground.sessions[number]
-            try:
-                async with free:
-                    turns = await read_record(session, playground.http, sdk, base)
-            except SessionStuck as exc:
-                playground.stuck.append(f"session {session.session_id}: {exc}")
-            else:
-                if turns is not None:
-                    found[session.session_id] = turns
+            for left in reversed(range(_READS)):
+                try:
+                    async with free:
+                        turns = await read_record(session, playground.http, sdk, base)
+                except SessionStuck as exc:
+                    if not left:
+                        playground.stuck.append(f"session {session.session_id}: {exc}")
+                    await asyncio.sleep(_READ_AGAIN_S)  # the reader's lease may have expired on a busy machine
+                else:
+                    if turns is not None:
+                        found[session.session_id] = turns
+                    break
 
         await asyncio.gather(*map(read, range(len(playground.sessions))))
     return found
