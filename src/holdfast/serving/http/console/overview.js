@@ -191,7 +191,10 @@ export function overview(main, { setCrumbs, setConnection }) {
       do {
         const page = await get(`sessions?page_size=${PAGE}${token && `&page_token=${encodeURIComponent(token)}`}`, { signal: stopping.signal });
         page.data.forEach(put);
-        if (!token) arrange(); // the first page is there at once
+        if (!token) {
+          arrange(); // the first page is there at once
+          performance.mark("overview-first");
+        }
         token = page.next_page_token;
       } while (token);
       isComplete = true;

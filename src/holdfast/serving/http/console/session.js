@@ -4,7 +4,7 @@ import { ApiError, follow, get, post, request, sessionPath } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { announce, count, fill, h, loading, placeholder, plain, reward, span } from "./dom.js";
 import { stateBadge } from "./overview.js";
-import { TokenStore } from "./store.js";
+import { PAGE, TokenStore } from "./store.js";
 import { WindowStrip } from "./strip.js";
 import { TokenView } from "./tokens.js";
 
@@ -250,7 +250,7 @@ export function session(main, id, { setCrumbs, setConnection }) {
       if (found && (name === "" || name === "tokens") && !query.has("at")) view.go(found.start, 0);
     }
     if (query.has("at") && (name === "" || name === "tokens")) {
-      await model.shown.load(Math.floor(Number(query.get("at")) / 1024));
+      await model.shown.load(Math.floor(Number(query.get("at")) / PAGE));
       view.go(Number(query.get("at")), 0.3);
       view.mark = Number(query.get("at"));
     }

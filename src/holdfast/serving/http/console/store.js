@@ -2,7 +2,7 @@
 
 import { get, sessionPath } from "./api.js";
 
-export const PAGE = 1024; // tokens in one request
+export const PAGE = 512; // tokens in one request, and what is laid out at once
 
 const AGAIN_MS = 1000; // before a page is asked for again that lacks tokens of a turn in flight
 

@@ -5,6 +5,7 @@ import { PAGE } from "./store.js";
 
 const LINE = 24; // pixels
 const SPARE = 10; // lines beyond each edge
+const AHEAD = 900; // pixels beyond the drawn lines whose pages are asked for
 const GAP = 3; // pixels that a token takes besides its text
 const GUESS = 5.2; // columns of a token that is not here yet
 const KINDS = { given: "given", sampled: "sampled", recalled: "recalled" };
@@ -204,8 +205,8 @@ export class TokenView {
     const kept = new Set();
     const fresh = document.createDocumentFragment();
     for (let number = 0; number < store.numPages; number += 1) {
-      if (tops[number + 1] < first || tops[number] > last) continue;
-      if (tops[number + 1] >= pane.scrollTop - 400 && tops[number] <= last + 400) store.page(number);
+      if (tops[number + 1] < first - AHEAD || tops[number] > last + AHEAD) continue;
+      store.page(number);
       const { lines } = this._layout(number);
       const from = Math.max(0, Math.floor((first - tops[number]) / LINE));
       const to = Math.min(lines.length, Math.ceil((last - tops[number]) / LINE));
