@@ -34,7 +34,10 @@ chat: $(READY) ## talk to the default model in the terminal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) -q
 COVERED := --cov --cov-report= --cov-fail-under=0
 
+CHROMIUM := $(or $(shell command -v chromium),$(shell command -v chromium-browser),$(shell command -v google-chrome))
+
 test: $(READY) $(NODE_READY) $(VOCABULARIES) ## every test that fits a laptop: engine, doors, both SDKs, the real default model
+	@$(if $(CHROMIUM),,echo "no Chromium on the PATH: the console's browser tests are skipped (apt-get install chromium)")
 	$(PYTEST) -m "not slow" $(if $(CI),$(COVERED))
 	$(BIN)/python sdks/conformance/run.py $(MAKE) --no-print-directory sdk-suites
 

@@ -6,7 +6,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 SOURCE = REPOSITORY / "src" / "holdfast"
 TEXT = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
-SUFFIXES = {".py", ".cpp", ".h"}
+SUFFIXES = {".py", ".cpp", ".h", ".js", ".css", ".html"}
 
 
 def source_files() -> set[str]:

@@ -80,6 +80,8 @@ def test_the_banner_says_where_the_doors_are_and_what_to_try(server: Process) ->
     assert "3 sessions of 4 + 64 tokens" in server.banner
     assert f"chat --server http://{server.http}" in server.banner
     assert httpx.get(f"http://{server.http}/readyz").status_code == 200
+    console = server.banner.partition("console  ")[2].split()[0]
+    assert httpx.get(console).headers["content-type"].startswith("text/html")
 
 
 def test_the_command_of_the_banner_works(server: Process) -> None:

@@ -267,6 +267,7 @@ def _banner(addresses: ServerAddresses, server: ServeConfig, model: str, *, has_
         f"  sessions {kept}",
         f"  gRPC     {addresses.grpc}",
         *([f"  OpenAI   {http}/v1, sessions at {http}/sessions"] if addresses.http and has_chat else []),
+        *([f"  console  {_url_here(addresses, server)}/console"] if addresses.http and has_chat else []),
         f"  metrics  {http}/metrics" if addresses.http else "  metrics  none",
         *([f"  API keys {server.keys_file}; clients of `holdfast` send HOLDFAST_API_KEY"] if server.keys_file else []),
         *([f"  try it   {try_it}"] if has_chat or not server.http else []),

@@ -25,6 +25,8 @@ from holdfast.serving.http.openapi import document, index
 from holdfast.serving.http.response import StreamTimes
 from holdfast.serving.http.response_store import ResponseStore
 from holdfast.serving.http.routes_admin import ClusterRoutes, ControlRoutes, HealthRoutes
+from holdfast.serving.http.routes_console import PATH as CONSOLE
+from holdfast.serving.http.routes_console import console
 from holdfast.serving.http.routes_data import DataRoutes
 from holdfast.serving.http.routes_events import EventRoutes
 from holdfast.serving.http.routes_openai import OpenAIRoutes
@@ -66,6 +68,7 @@ def create_app(
     if describe is not None:
         routes.append(Route("/cluster", ClusterRoutes(describe).cluster))
     if chats is not None:
+        routes += [Route(CONSOLE, console), Route(f"{CONSOLE}/{{name}}", console), Route(f"{CONSOLE}/", console)]
         routes += _chat_routes(chats, transfers or Transfers(runtime, chats), config, upstream, cluster, search=search)
     carrying = [Middleware(CarriedHeaders)] if upstream else []
     router = Router(routes, default=_not_found, redirect_slashes=False, middleware=carrying)

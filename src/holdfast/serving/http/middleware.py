@@ -33,6 +33,7 @@ from holdfast.serving.cluster.membership import MEMBER, Cluster
 from holdfast.serving.http.dialects import CHAT, dialect_of
 from holdfast.serving.http.error_response import response_for, told
 from holdfast.serving.http.response import ClientGone
+from holdfast.serving.http.routes_console import is_console
 from holdfast.serving.http.web_pages import PageGuard, read_origins, with_cors
 from holdfast.serving.keys import Keys
 from holdfast.serving.pacing import Pacing
@@ -118,7 +119,7 @@ class HttpMiddleware:
     async def _guarded(self, call: "_Call") -> None:
         headers = Headers(scope=call.scope)
         self._page_guard.check(headers)
-        if call.scope["path"] not in OPEN_PATHS:
+        if call.scope["path"] not in OPEN_PATHS and not is_console(call.scope["path"]):
             call.scope["holdfast.owner"] = self._keys.owner_of(
                 headers.getlist("authorization"), headers.getlist("x-api-key")
             )

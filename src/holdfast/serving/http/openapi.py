@@ -51,7 +51,7 @@ _LISTED = [
 _SHOWN = [
     _parameter("branches", "`all`: turns of every branch; default: of the latest one"),
     _parameter("payloads", "`false`: leave out routed experts and other large payloads"),
-    _parameter("records", "`false`: only the shape of the tree, without messages and records"),
+    _parameter("records", "`false`: only the shape of the tree; `messages`: also what was said in each turn"),
 ]
 _SEARCHED = [
     _parameter("query", "What to look for", minLength=1) | {"required": True},
@@ -238,6 +238,6 @@ async def document(request: Request) -> Response:
 
 async def index(request: Request) -> Response:
     """For whoever opens the server's address: what it is, and where to go on."""
-    places = {"openai": "/v1", "sessions": "/sessions", "openapi": "/openapi.json"}
+    places = {"console": "/console", "openai": "/v1", "sessions": "/sessions", "openapi": "/openapi.json"}
     places |= {"health": "/health", "ready": "/readyz", "metrics": "/metrics"}
     return JSONResponse({"name": "holdfast", "version": __version__, "endpoints": places})

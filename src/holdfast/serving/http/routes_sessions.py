@@ -93,7 +93,8 @@ class SessionRoutes:
             self._runtime.journal,
             all_branches=query.get("branches") == "all",
             with_payloads=query.get("payloads") != "false",
-            with_records=query.get("records") != "false",
+            with_records=query.get("records") not in ("false", "messages"),
+            with_messages=query.get("records") == "messages",
         )
         content = await asyncio.to_thread(msgspec.json.encode, session_json(view) | rest)
         return Response(content, media_type="application/json")

@@ -61,9 +61,10 @@ async def trajectory_json(
     all_branches: bool,
     with_payloads: bool,
     with_records: bool = True,
+    with_messages: bool = False,
 ) -> dict[str, Any]:
     """The records of the current path or of all branches, and what a trainer needs to know about the trajectory.
-    Without records only its shape, which is small.
+    Without records only its shape, which is small; `with_messages` the shape with what was said in each turn.
 
     Records repeat their prompts, so all of it may be large: it is assembled in a thread, and encoded one by one, as
     encoding holds the interpreter lock.
@@ -84,7 +85,9 @@ async def trajectory_json(
     def assemble() -> dict[str, Any]:
         current = {node.number for node in path}
         tree = [
-            turn_json(node.turn, is_current=node.number in current) | (_origin(node) if trajectory.is_forest else {})
+            turn_json(node.turn, is_current=node.number in current)
+            | (_origin(node) if trajectory.is_forest else {})
+            | (_said(node) if with_messages else {})
             for node in nodes
         ]
         if not with_records:
@@ -118,6 +121,23 @@ def turn_json(turn: TurnRecord, *, is_current: bool) -> dict[str, Any]:
         "finish_reason": turn.finish_reason,
         "delivered": turn.is_delivered,
         "reward": turn.reward,
+    }
+
+
+def _said(node: Node) -> dict[str, Any]:
+    """What a turn added to the conversation, where its tokens are, and how its reply came about."""
+    turn, facts = node.turn, node.turn.facts
+    return {
+        "start": node.start,
+        "sampled_start": node.start + len(turn.given),
+        "end": node.end,
+        "messages": list(turn.messages),
+        "reply": turn.reply,
+        "recalled_tokens": facts.recalled.length if facts.recalled else 0,
+        "started_at": facts.started_at,
+        "ended_at": facts.ended_at,
+        "sampling": dict(facts.sampling),
+        "weight_versions": list(facts.weight_versions),
     }
 
 
