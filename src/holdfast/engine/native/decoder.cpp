@@ -376,5 +376,5 @@ void holdfast_draw(const float *logits, int32_t size, double temperature, uint64
 }
 
 // Whether products of MIXED activations with weights of this kind depend on the number of rows.
-int32_t holdfast_mixes(int32_t kind) { return kind == INT8 ? HAS_BYTES : kind == BFLOAT16 && HAS_PAIRS; }
+int32_t holdfast_mixes(int32_t kind) { return HAS_PAIRS && (kind == INT8 || kind == BFLOAT16); }
 }

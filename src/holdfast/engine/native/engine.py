@@ -22,7 +22,7 @@ _COLDEST = 1e-3  # below this temperature, scaled logits leave the range of floa
 # `EngineInfo.row_cost` by dtype and row invariance: the fewer bytes a weight has, the more of the time goes to
 # multiplication.
 _ROW_COSTS = {
-    ("int4", True): 0.1,
+    ("int4", True): 0.3,
     ("int8", False): 0.25,
     ("int8", True): 0.35,
     ("bfloat16", False): 0.13,
@@ -67,7 +67,7 @@ class NativeEngine(Engine):
         self._keys, self._values = (np.full(cells, 0, kind) for _ in range(2))
         self.arrays = arrays
         self._tensor_shapes, self._tensor_places = decoder_shapes(arch), tensor_places(arch)
-        self._held = _described(arch, arrays)  # keeps alive what the decoder points to
+        self._held = _described(arch, arrays, dtype)  # keeps alive what the decoder points to
         slabs = native.SlabsStruct(
             self._keys.ctypes.data,
             self._values.ctypes.data,
@@ -146,7 +146,7 @@ class NativeEngine(Engine):
         return self._tensor_shapes
 
     def write_weight(self, name: str, tensor: NDArray[np.generic]) -> None:
-        write_tensor(self.arrays, self._tensor_places[name], tensor)
+        write_tensor(self.arrays, self._tensor_places[name], tensor, self.info.dtype)
 
     def _draw(self, logits: NDArray[np.float32], pick: Pick) -> Sampled | NonFiniteLogits:
         params, row, drawn = pick.params, logits[pick.row], native.DrawnStruct()
@@ -189,14 +189,14 @@ def _num_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _described(arch: Architecture, arrays: Arrays) -> tuple[native.ModelStruct, object, object]:
+def _described(arch: Architecture, arrays: Arrays, dtype: str) -> tuple[native.ModelStruct, object, object]:
     """The model as a C struct, and the arrays that the struct points to."""
     dim = arch.head_dim
     queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
 
     def matrix(name: str, outputs: int, inputs: int) -> native.MatrixStruct:
         blocks = arrays[name]
-        kind = native.KINDS[kind_of(blocks, inputs)]
+        kind = native.KINDS[kind_of(blocks, inputs, dtype)]
         return native.MatrixStruct(blocks.ctypes.data, len(blocks), inputs, kind, outputs)
 
     def vector(name: str) -> int | None:

@@ -8,7 +8,7 @@
 #include "pairs.h"
 #include "pool.h"
 
-// How activations enter the products with weights of up to 16 bits. A row's bits do not depend on how many rows are
+// How activations enter the products. Those of bytes take weights in quads, the others all. A row's bits do not depend on how many rows are
 // multiplied with it, unless they are MIXED: as floats with few rows, else in the form that multiplies fastest.
 enum Activations : int32_t { MIXED = 0, FLOATS = 1, BYTES = 2 };
 
@@ -83,11 +83,9 @@ class Products {
 
     Form form_of(const Matrix &m, int num) const {
         const bool is_fast = activations == MIXED && num > FEW;
-        if (HAS_BYTES && activations == BYTES && m.kind >= INT8)
+        if (HAS_BYTES && activations == BYTES && m.kind > INT8)
             return Form::BYTES;
-        if (HAS_BYTES && is_fast && m.kind == INT8)
-            return Form::BYTES;
-        return HAS_PAIRS && is_fast && m.kind == BFLOAT16 ? Form::PAIRS : Form::FLOATS;
+        return HAS_PAIRS && is_fast && (m.kind == BFLOAT16 || m.kind == INT8) ? Form::PAIRS : Form::FLOATS;
     }
 
     Input interleaved(const Matrix &m, const float *x, int num) {
@@ -115,7 +113,7 @@ class Products {
     static void multiply_pair(const uint8_t *blocks, size_t stride, int number, int inputs, Input x,
                               std::vector<uint8_t> &room, Use &&use) {
 #if defined(__AVX2__)
-        if constexpr (W::SIZE == GROUP)
+        if constexpr (IN_QUADS<W>)
             if (x.form == Form::BYTES) {
                 multiply_bytes<W>(blocks, stride, number, inputs, (const uint8_t *)x.rows, x.num, use);
                 return;
@@ -124,15 +122,15 @@ class Products {
         for (int block = number; block < number + 2; block++, blocks += stride) {
             const auto keep = [&](int row, Floats products) { use(row, block, products); };
 #if defined(__AVX512BF16__)
-            if constexpr (std::is_same_v<W, Bfloat16>)
+            if constexpr (std::is_same_v<W, Bfloat16> || std::is_same_v<W, Int8>)
                 if (x.form == Form::PAIRS) {
                     const uint32_t *rows = (const uint32_t *)x.rows;
                     if (x.num <= ROWS) {
-                        multiply_paired_rows<Pairs>(blocks, inputs, rows, x.num, keep);
+                        multiply_paired_rows<Pairs<W>>(blocks, inputs, rows, x.num, keep);
                     } else {
-                        room.resize(inputs / 2 * KeptPairs::BYTES);
-                        KeptPairs::fill(blocks, inputs, room.data());
-                        multiply_paired_rows<KeptPairs>(room.data(), inputs, rows, x.num, keep);
+                        room.resize(inputs / W::SIZE * KeptPairs<W>::BYTES);
+                        KeptPairs<W>::fill(blocks, inputs, room.data());
+                        multiply_paired_rows<KeptPairs<W>>(room.data(), inputs, rows, x.num, keep);
                     }
                     continue;
                 }

@@ -31,13 +31,14 @@ from holdfast.models import Architecture, ModelSource
 from holdfast.models.gguf_file import FourBits, GGUFFile
 
 LANES = 16
-FORMAT = "blocks-of-16/2"
+FORMAT = "blocks-of-16/1"
 # The bytes of a group of inputs in a block. In int8: 16 scales, then the values. In int4: 16 scales and perhaps 16
-# offsets, then the nibbles.
+# offsets, then the nibbles. What is multiplied as bytes (int4, and int8 beside it) has four inputs side by side.
 _GROUP_BYTES = {
     "float32": LANES * 4 * GROUP,
     "bfloat16": LANES * 2 * GROUP,
     "int8": LANES * (2 + GROUP),
+    "int8_quads": LANES * (2 + GROUP),
     "int4": LANES * (2 + GROUP // 2),
     "int4_offset": LANES * (4 + GROUP // 2),
 }
@@ -173,10 +174,11 @@ class WeightPacker:
             names = [name for name, place in places.items() if place.array == array]
             arrays[array] = _empty(rows, inputs, self._kind(array, names) if inputs else "float32")
         for name, place in places.items():
-            bits = self._four_bits(name) if kind_of(arrays[place.array], shapes[name][-1]) in FOUR_BITS else None
+            kind = kind_of(arrays[place.array], shapes[name][-1], self.dtype)
+            bits = self._four_bits(name) if kind in FOUR_BITS else None
             tensor = bits or self.weights.tensor(name)
             check_shape(name, tensor.shape, shapes[name])
-            write_tensor(arrays, place, tensor)
+            write_tensor(arrays, place, tensor, self.dtype)
         return arrays
 
     def _four_bits(self, name: str) -> FourBits | None:
@@ -192,8 +194,8 @@ class WeightPacker:
         if isinstance(self.weights, GGUFFile) and any(
             bits is None and self.weights.is_quantised(name) for name, bits in zip(names, stored, strict=True)
         ):
-            return "int8"
-        return "int8" if array in ("embedding", "head") else "int4_offset"
+            return "int8_quads"
+        return "int8_quads" if array in ("embedding", "head") else "int4_offset"
 
 
 def _empty(num_blocks: int, inputs: int, kind: str) -> NDArray[np.generic]:
@@ -207,11 +209,13 @@ def _empty(num_blocks: int, inputs: int, kind: str) -> NDArray[np.generic]:
     return np.zeros((num_blocks, inputs * _GROUP_BYTES[kind] // GROUP), np.uint8)
 
 
-def kind_of(blocks: NDArray[np.generic], inputs: int) -> str:
-    """How these blocks store their weights."""
+def kind_of(blocks: NDArray[np.generic], inputs: int, dtype: str) -> str:
+    """How these blocks of a model of this dtype store their weights."""
     if blocks.ndim == 1:
         return "float32"
-    return next(kind for kind, size in _GROUP_BYTES.items() if blocks.shape[1] * GROUP == inputs * size)
+    if dtype != "int4":
+        return dtype
+    return next(kind for kind in (*FOUR_BITS, "int8_quads") if blocks.shape[1] * GROUP == inputs * _GROUP_BYTES[kind])
 
 
 def _array_sizes(
@@ -229,14 +233,14 @@ def _array_sizes(
     return sizes
 
 
-def write_tensor(arrays: Arrays, place: PackedPlace, tensor: NDArray[np.generic] | FourBits) -> None:
+def write_tensor(arrays: Arrays, place: PackedPlace, tensor: NDArray[np.generic] | FourBits, dtype: str) -> None:
     """Convert a tensor, which has the right shape, and write it to its place; nothing else in the arrays changes."""
     target = arrays[place.array]
     if len(tensor.shape) == 1:
         target[place.first : place.first + tensor.shape[0]] = as_float32(tensor)
         return
     rows, inputs = tensor.shape
-    blocks, kind = target[place.offset :: place.step], kind_of(target, inputs)
+    blocks, kind = target[place.offset :: place.step], kind_of(target, inputs, dtype)
     step = max(LANES, _PIECE // inputs // LANES * LANES)
     for first in range(0, rows, step):
         some = tensor[first : first + step]
@@ -249,7 +253,7 @@ def _converted(weight: NDArray[np.generic] | FourBits, kind: str) -> tuple[NDArr
         bits = weight
     elif kind in FOUR_BITS:
         bits = quantise_to_four_bits(as_float32(weight), has_offsets=kind == "int4_offset")
-    elif kind == "int8":
+    elif kind in ("int8", "int8_quads"):
         return quantise(as_float32(weight))
     else:
         return (to_bfloat16(as_float32(weight)) if kind == "bfloat16" else as_float32(weight),)
@@ -269,14 +273,16 @@ def _write_rows(blocks: NDArray[np.generic], first: int, parts: tuple[NDArray[np
 
 
 def _lanes(blocks: NDArray[np.generic], kind: str) -> tuple[NDArray[np.generic], ...]:
-    """Views of blocks with the 16 outputs last: [blocks, inputs, 16]. Of int8 and int4 the values, with four inputs or
-    four bytes of nibbles side by side in an output, then the scales and the offsets."""
+    """Views of blocks with the 16 outputs last: [blocks, inputs, 16]. Of int8 and int4 the values, in quads with four
+    inputs or four bytes of nibbles side by side in an output, then the scales and the offsets."""
     num = len(blocks)
     if kind in ("float32", "bfloat16"):
         return (blocks.view(np.uint16 if kind == "bfloat16" else np.float32).reshape(num, -1, LANES),)
     groups = blocks.reshape(num, -1, _GROUP_BYTES[kind])
     head = 2 * LANES * (2 if kind == "int4_offset" else 1)
     halves = groups[:, :, :head].view(np.float16)
-    values = groups[:, :, head:].view(np.int8 if kind == "int8" else np.uint8)
+    values = groups[:, :, head:].view(np.uint8 if kind in FOUR_BITS else np.int8)
+    if kind == "int8":
+        return values.reshape(num, -1, GROUP, LANES), halves
     quads = values.reshape(num, groups.shape[1], -1, LANES, 4).swapaxes(3, 4)
     return (quads, *(halves[:, :, first : first + LANES] for first in range(0, halves.shape[2], LANES)))
