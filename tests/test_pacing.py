@@ -96,7 +96,9 @@ async def test_requests_at_both_endpoints_are_paced_while_the_engine_computes(mo
         with held(engine):
             assert (await client.get("/health")).status_code == 200
             await server.stub.GetModelInfo(pb.GetModelInfoRequest())
-        assert asked == [3, 3]
+            assert asked == [3, 3]
+            await client.post("/v1/chat/completions", json={"messages": []})
+            assert asked == [3, 3]  # a request for tokens is not held up
         assert [event async for event in events][-1].HasField("done")
         await client.get("/health")
         assert asked[-1] == 0

@@ -1,4 +1,4 @@
-"""New requests wait a little while requests take more than their share of the cores that compute tokens.
+"""New requests for anything but tokens wait a little while requests take more than their share of the computing cores.
 
 Both endpoints run on one event loop. Where tokens are computed on the same cores, every moment of the loop is taken
 from them, and clients that send requests as fast as they are answered would take half of a small machine.

@@ -66,7 +66,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._forwarder = forwarder
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Handler]], details: Any) -> Handler:
-        await self._pacing.wait()
+        if details.method.rpartition("/")[2] not in _GENERATING:  # who asks for tokens waits in admission
+            await self._pacing.wait()
         handler = await continuation(details)
         if handler is None or not details.method.startswith(self._prefix):
             return handler
@@ -220,6 +221,7 @@ class _Watch:
 
 # Messages of methods that take tokens, or parts of a file, in MB; those of others have 1. Decoding blocks the loop, and
 # a message of many small fields takes long.
+_GENERATING = ("AppendTokens", "Generate", "Turn")
 _MAX_MB = {"CreateSession": 16, "AppendTokens": 16, "Turn": 16, "Generate": 16, "ImportSession": 64}
 
 

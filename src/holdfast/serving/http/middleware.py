@@ -89,7 +89,8 @@ class HttpMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._pacing.wait()
+            if not scope["path"].endswith(STATELESS_PATHS):  # who asks for tokens waits in admission
+                await self._pacing.wait()
             await self._app(scope, receive, send)
 
     async def close(self) -> None:
