@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
@@ -18,6 +18,7 @@ _FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+expect.set_options(timeout=30_000)  # a machine may be busy
 _VIOLATIONS = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));
@@ -48,7 +49,7 @@ class Tab:
         self.context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}} | options)
         self.context.add_init_script(_VIOLATIONS)
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(30_000)
         self.page.on("console", self._noted)
         self.page.on("pageerror", lambda error: self.complaints.append(f"{error.name}: {error.message}"))
 

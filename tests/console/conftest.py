@@ -11,7 +11,7 @@ from playwright.sync_api import Browser
 
 from holdfast.engine.slab import SlabShape
 from holdfast.serving.keys import LOCAL_OWNER
-from holdfast.sessions.journal.base import SessionOpened
+from holdfast.sessions.journal.base import SessionOpened, SessionRested, SessionSummary
 from holdfast.sessions.journal.sqlite import SqliteJournal
 from tests.console.browser import Tab, chromium
 from tests.serving import Server, SlowEngine, default_chat, serving_aside, wordy_engine
@@ -52,7 +52,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def fill(folder: Path, number: int) -> None:
-    """Sessions on record in a new data directory."""
+    """Sessions at rest in a new data directory, with the summaries that a server notes when it lets them go."""
     journal = SqliteJournal(folder)
     sessions = [
         SessionOpened(
@@ -67,7 +67,9 @@ async def fill(folder: Path, number: int) -> None:
         )
         for index in range(number)
     ]
-    await journal.write(*sessions)
+    nothing = SessionSummary(history_length=0, given=(0, 0), sampled=(0, 0), num_turns=0)
+    rests = [SessionRested(session.session_id, session.created_at, nothing) for session in sessions]
+    await journal.write(*sessions, *rests)
     await journal.close()
 
 
