@@ -42,7 +42,11 @@ def session(client: httpx.Client) -> str:
 
 def answered(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:
     """The answer, which must be a good one; a session that it opened is closed again."""
-    response = client.request(method, path, **options)
+    with client.stream(method, path, **options) as response:
+        if method == "GET" and path.endswith("/events") and response.status_code == 200:
+            assert next(response.iter_lines()).startswith(("event: ", ": "))  # it goes on until the client leaves
+            return response
+        response.read()
     assert response.status_code < 500, response.text
     if response.status_code >= 400 and method != "HEAD":
         error_of(response)
