@@ -144,9 +144,8 @@ class JournalWriter:
                 is_open = False
             else:
                 batch.append(item)
-        while self._notes:
-            batch.append(self._notes.popleft())
-        return batch, is_open
+        notes = [self._notes.popleft() for _ in range(len(self._notes))]
+        return notes + batch, is_open  # a note tells of what is on record, and a write may release its session
 
 
 def _conclude(told: Sequence[tuple[Callable[[Exception | None], None], Exception | None]]) -> None:
