@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from holdfast.cli import main
-from holdfast.cli.client import own_command
 from holdfast.cli.serve import _banner
+from holdfast.cli.usage import own_command
 from holdfast.config import ServeConfig
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc

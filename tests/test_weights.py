@@ -232,7 +232,7 @@ async def test_running_generations_go_on_with_new_weights_and_computed_caches(tm
     engine = FakeEngine(num_slabs=3, shape=SHAPE)
     worker = Worker(engine)
     worker.start()
-    params = SamplingParams(seed=3, max_tokens=60)
+    params = SamplingParams(seed=3, max_tokens=2000)  # more than a run may be ahead of its reader
     sequence, tokens = await worker.open(sink=2), list[Sampled]()
     update = checked(open_weights_at(_weight(tmp_path, 5), engine), engine)
     async with worker.generate(sequence, params, random_tokens(30, 64)) as stream:
@@ -244,7 +244,7 @@ async def test_running_generations_go_on_with_new_weights_and_computed_caches(tm
     num_old = weight_spans(tokens)[0][1]
     fresh = await worker.open(sink=2)
     history = random_tokens(30, 64) + [token.token for token in tokens[:num_old]]
-    again = [event async for event in _sampled(worker, fresh, replace(params, max_tokens=60 - num_old), history)]
+    again = [event async for event in _sampled(worker, fresh, replace(params, max_tokens=2000 - num_old), history)]
     assert again == tokens[num_old:]
     worker.stop()
 
