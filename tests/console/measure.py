@@ -23,7 +23,7 @@ from tests.console.demo import real_server
 from tests.serving import default_chat, serving_aside, wordy_engine
 
 ROUNDS, TOKENS = 12, 160
-PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 FIRST = "performance.getEntriesByName('overview-first')[0].startTime"
 COMPLETE = "performance.getEntriesByName('overview-complete')[0].startTime"
 FRAMES = """async (step) => {
@@ -54,7 +54,7 @@ def pages(browser: Any, few: str, many: str, session: str) -> None:
     for _ in range(7):
         tab = Tab(browser, few)
         tab.open().locator("main[data-loaded]").wait_for()
-        paints.append(tab.page.evaluate(PAINT))
+        paints.append(tab.page.wait_for_function(PAINT).json_value())
         tab.close()
     row("first paint, ms: median, worst of 7 new profiles", f"{statistics.median(paints):.0f}, {max(paints):.0f}")
     first, full = [], []
