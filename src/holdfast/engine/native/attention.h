@@ -82,21 +82,52 @@ template <int V> struct Cells {
     // Read 16 cells from `first` on as floats; those from `limit` on are not written to `out`.
     void read(int first, int limit, float *out) const {
         const int num = std::min(LANES, limit - first);
-        if (kind == BFLOAT16 && dim == V * LANES) {
-            const uint8_t *from = at + (size_t)first * dim * 2;
-            for (int c = 0; c < num; c++, from += V * LANES * 2, out += V * LANES)
+        if (!is_packed())
+            for (int c = 0; c < num; c++)
+                read_one((size_t)(first + c) * dim, out + c * V * LANES);
+        else
+            for (int c = 0; c < num; c++) {
+                const uint8_t *from = at + (size_t)(first + c) * dim * 2;
 #pragma GCC unroll 16
                 for (int v = 0; v < V; v++) {
                     __builtin_prefetch(from + AHEAD + v * LANES * 2);
-                    store(out + v * LANES, from_bfloat16(from + v * LANES * 2));
+                    store(out + (c * V + v) * LANES, from_bfloat16(from + v * LANES * 2));
                 }
+            }
+    }
+
+    // The same cells side by side: for every dimension a vector of 16. Those from `limit` on have any values.
+    void read_across(int first, int limit, float *out) const {
+        const uint8_t *rows[LANES];
+        Ints some[LANES];
+        if (!is_packed()) {
+            float all[LANES * V * LANES] = {};
+            read(first, limit, all);
+            for (int v = 0; v < V; v++, out += LANES * LANES) {
+                for (int c = 0; c < LANES; c++)
+                    rows[c] = (const uint8_t *)(all + (c * V + v) * LANES);
+                transpose(rows, some);
+                std::memcpy(out, some, sizeof some);
+            }
             return;
         }
-        for (int c = 0; c < num; c++)
-            read_one((size_t)(first + c) * dim, out + c * V * LANES);
+        for (int v = 0; v < V; v += 2, out += 2 * LANES * LANES) { // two dimensions in a lane
+            for (int c = 0; c < LANES; c++) {
+                rows[c] = at + ((size_t)std::min(first + c, limit - 1) * dim + v * LANES) * 2;
+                __builtin_prefetch(rows[c] + AHEAD);
+            }
+            transpose(rows, some);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                store(out + 2 * i * LANES, (Floats)(some[i] << 16));
+                store(out + (2 * i + 1) * LANES, (Floats)(some[i] & (int32_t)0xffff0000));
+            }
+        }
     }
 
   private:
+    bool is_packed() const { return kind == BFLOAT16 && dim == V * LANES && V % 2 == 0; }
+
     void read_one(size_t from, float *out) const {
         if (kind == FLOAT32) {
             std::memcpy(out, at + 4 * from, 4 * (size_t)dim);
@@ -109,36 +140,56 @@ template <int V> struct Cells {
     }
 };
 
-// The dot products of one query with 16 keys of V vectors each.
-template <int V> inline Floats score(const float *query, const float *keys) {
-    Floats sums[LANES] = {};
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) {
-        const Floats part = load<Floats>(query + v * LANES);
-#pragma GCC unroll 16
-        for (int c = 0; c < LANES; c++)
-            sums[c] += part * load<Floats>(keys + (c * V + v) * LANES);
+#if defined(__AVX512F__)
+constexpr int SCORED = 8, MIXED = 4; // heads that are computed together: as many as fit the registers
+#else
+constexpr int SCORED = 6, MIXED = 2;
+#endif
+
+// The dot products of N queries with 16 keys, which are side by side. Even and odd dimensions are summed separately.
+template <int V, int N> inline void score(const float *const (&queries)[N], const float *keys, Floats (&out)[N]) {
+    for (int part = 0; part < LANES; part += NATIVE) {
+        NativeFloats even[N] = {}, odd[N] = {};
+        for (int d = 0; d < V * LANES; d += 2) {
+            const auto one = load<NativeFloats>(keys + d * LANES + part);
+            const auto other = load<NativeFloats>(keys + (d + 1) * LANES + part);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                even[n] += one * queries[n][d];
+                odd[n] += other * queries[n][d + 1];
+            }
+        }
+        for (int n = 0; n < N; n++)
+            store_native((float *)&out[n] + part, even[n] + odd[n]);
     }
-    return sums_of(sums);
 }
 
-// Add 16 values of V vectors each, weighted, to `mixed`. Up to four vectors at a time stay in registers.
-template <int V> inline void mix(const float *values, const float *weights, float *mixed) {
-    constexpr int STEP = V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V % 2 == 0 ? 2 : 1;
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v += STEP) {
-        Floats sums[STEP];
+// Add 16 values of V vectors each to each of N `mixed`, weighted. Four vectors of a head at a time stay in registers.
+template <int V, int N>
+inline void mix(const float *values, const float *const (&weights)[N], float *const (&mixed)[N]) {
+    constexpr int VECTORS = V * LANES / NATIVE;
+    constexpr int STEP = VECTORS % 4 == 0 ? 4 : VECTORS % 3 == 0 ? 3 : VECTORS % 2 == 0 ? 2 : 1;
+    for (int first = 0; first < VECTORS * NATIVE; first += STEP * NATIVE) {
+        NativeFloats sums[N][STEP];
 #pragma GCC unroll 4
-        for (int i = 0; i < STEP; i++)
-            sums[i] = load<Floats>(mixed + (v + i) * LANES);
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int i = 0; i < STEP; i++)
+                sums[n][i] = load<NativeFloats>(mixed[n] + first + i * NATIVE);
 #pragma GCC unroll 4
         for (int c = 0; c < LANES; c++)
 #pragma GCC unroll 4
-            for (int i = 0; i < STEP; i++)
-                sums[i] += load<Floats>(values + (c * V + v + i) * LANES) * weights[c];
+            for (int i = 0; i < STEP; i++) {
+                const auto value = load<NativeFloats>(values + c * V * LANES + first + i * NATIVE);
 #pragma GCC unroll 4
-        for (int i = 0; i < STEP; i++)
-            store(mixed + (v + i) * LANES, sums[i]);
+                for (int n = 0; n < N; n++)
+                    sums[n][i] += value * weights[n][c];
+            }
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int i = 0; i < STEP; i++)
+                store_native(mixed[n] + first + i * NATIVE, sums[n][i]);
     }
 }
 
@@ -163,10 +214,14 @@ template <int V> struct Stretches {
         scratch.tile.resize(LANES * V * LANES);
         scratch.scores.resize((size_t)num_heads() * STRETCH);
         std::fill(scratch.tile.begin(), scratch.tile.end(), 0.0f);
-        for (int c = 0; c < size; c++) // relative to the first query; cells that cannot be seen are in its future
-            scratch.positions[c] = first + c < last ? relative(layout, first + c) : INT32_MAX;
+        bool is_seen[STRETCH / LANES];
+        for (int c = 0; c < size; c += LANES) {
+            const Ints positions = relative(layout, first + c, last);
+            std::memcpy(scratch.positions + c, &positions, sizeof positions);
+            is_seen[c / LANES] = sees_any(layout, positions, first + c);
+        }
         for (int c = 0; c < size; c += LANES)
-            if (is_seen(layout, scratch.positions + c, first + c))
+            if (is_seen[c / LANES])
                 score_cells(layout, first + c, last, scratch, c);
             else
                 for (int head = 0; head < num_heads(); head++)
@@ -174,47 +229,62 @@ template <int V> struct Stretches {
         for (int head = 0; head < num_heads(); head++)
             weigh(&scratch.scores[(size_t)head * STRETCH], size, gathered[head]);
         for (int c = 0; c < size; c += LANES)
-            if (is_seen(layout, scratch.positions + c, first + c))
+            if (is_seen[c / LANES])
                 mix_cells(first + c, last, scratch, c, gathered);
     }
 
   private:
-    int32_t relative(const Layout &layout, int cell) const {
-        const int64_t position = layout.position(cell);
-        if (cell >= layout.sink && position < layout.sink)
-            return INT32_MAX;
-        return (int32_t)std::max<int64_t>(position - tile.position, INT32_MIN / 2);
+    static Ints from(int first) {
+        Ints numbers;
+        for (int lane = 0; lane < LANES; lane++)
+            numbers[lane] = first + lane;
+        return numbers;
+    }
+
+    // The positions of 16 cells relative to the first query. Cells that cannot be seen are in its future.
+    Ints relative(const Layout &layout, int cell, int last) const {
+        const auto bounded = [](int64_t n) { return (int32_t)std::clamp<int64_t>(n, INT32_MIN / 2, INT32_MAX / 2); };
+        const Ints cells = from(cell);
+        const Ints at = cells - layout.sink, is_sink = at < 0, is_old = at >= (int32_t)layout.turn;
+        const Ints newest = cells + bounded(layout.end - layout.turn - layout.sink - tile.position);
+        const Ints in_ring = newest - (is_old & layout.ring);
+        const Ints is_never = (cells >= last) | (~is_sink & (in_ring < bounded(layout.sink - tile.position)));
+        const Ints found = (is_sink & (cells + bounded(-tile.position))) | (~is_sink & in_ring);
+        return (is_never & INT32_MAX) | (~is_never & found);
     }
 
     // Whether any query sees any of these 16 cells.
-    bool is_seen(const Layout &layout, const int32_t *positions, int cell) const {
-        for (int c = 0; c < LANES; c++)
-            if (positions[c] < tile.count && (cell + c < layout.sink || positions[c] > -slabs.recent))
-                return true;
-        return false;
+    bool sees_any(const Layout &layout, Ints positions, int cell) const {
+        return any((positions < tile.count) & ((from(cell) < layout.sink) | (positions > -slabs.recent)));
+    }
+
+    const float *query_at(const float *all, int head) const {
+        return all + head / group * stride + (size_t)(head % group) * V * LANES;
     }
 
     void score_cells(const Layout &layout, int cell, int last, AttentionScratch &scratch, int at) const {
-        keys.read(cell, last, scratch.tile.data());
-        const Ints positions = load<Ints>(scratch.positions + at);
-        Ints cells{};
-        for (int lane = 0; lane < LANES; lane++)
-            cells[lane] = cell + lane;
-        const Ints is_sink = cells < layout.sink;
+        float *tile_of_keys = scratch.tile.data();
+        keys.read_across(cell, last, tile_of_keys);
+        const Ints positions = load<Ints>(scratch.positions + at), is_sink = from(cell) < layout.sink;
         const bool has_sinks = cell < layout.sink, has_recent = cell + LANES > layout.sink;
-        for (int query = 0; query < tile.count; query++) {
-            const Ints sees = (positions <= query) & (is_sink | (positions > query - slabs.recent));
-            for (int head = 0; head < group; head++) {
-                const size_t from = query * stride + (size_t)head * V * LANES;
-                Floats scores{};
-                if (has_recent)
-                    scores = score<V>(queries + from, scratch.tile.data());
-                if (has_sinks)
-                    scores = chosen(is_sink, score<V>(sink_queries + from, scratch.tile.data()), scores);
-                store(&scratch.scores[(size_t)(query * group + head) * STRETCH + at],
-                      chosen(sees, scores * scale, splat(NEVER)));
+        in_tiles<SCORED>(num_heads(), [&]<int N>(int first) {
+            const float *recent_queries[N], *early_queries[N];
+            for (int n = 0; n < N; n++) {
+                recent_queries[n] = query_at(queries, first + n);
+                early_queries[n] = query_at(sink_queries, first + n);
             }
-        }
+            Floats recent[N] = {}, early[N] = {};
+            if (has_recent)
+                score<V, N>(recent_queries, tile_of_keys, recent);
+            if (has_sinks)
+                score<V, N>(early_queries, tile_of_keys, early);
+            for (int n = 0; n < N; n++) {
+                const int query = (first + n) / group;
+                const Ints sees = (positions <= query) & (is_sink | (positions > query - slabs.recent));
+                const Floats scores = has_sinks ? chosen(is_sink, early[n], recent[n]) : recent[n];
+                store(&scratch.scores[(size_t)(first + n) * STRETCH + at], chosen(sees, scores * scale, splat(NEVER)));
+            }
+        });
     }
 
     // Replace scores by weights.
@@ -230,12 +300,20 @@ template <int V> struct Stretches {
             mass += weights;
         }
         gathered.mass = sum_of(mass);
+        if (gathered.top == NEVER)
+            std::fill(scores, scores + size, 0.0f);
     }
 
     void mix_cells(int cell, int last, AttentionScratch &scratch, int at, Gathered *gathered) const {
         values.read(cell, last, scratch.tile.data());
-        for (int head = 0; head < num_heads(); head++)
-            if (gathered[head].top != NEVER)
-                mix<V>(scratch.tile.data(), &scratch.scores[(size_t)head * STRETCH + at], gathered[head].mixed);
+        in_tiles<MIXED>(num_heads(), [&]<int N>(int first) {
+            const float *weights[N];
+            float *mixed[N];
+            for (int n = 0; n < N; n++) {
+                weights[n] = &scratch.scores[(size_t)(first + n) * STRETCH + at];
+                mixed[n] = gathered[first + n].mixed;
+            }
+            mix<V, N>(scratch.tile.data(), weights, mixed);
+        });
     }
 };

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_HEADERS = ("attention", "burst", "bytes", "pairs", "pool", "products", "sampler", "vectors", "weights")
+_HEADERS = ("attention", "burst", "integers", "pairs", "pool", "products", "sampler", "vectors", "weights")
 SOURCES = [HERE / "decoder.cpp", *(HERE / f"{name}.h" for name in _HEADERS)]
 
 # Best first. library.py chooses among the builds by the processor's features.

@@ -2,7 +2,7 @@
 //
 // The order of every sum depends on its own row alone: one thread computes an output from the first weight to the last,
 // and attention combines stretches in the order of the cells. So a row's bits do not depend on the number of rows,
-// threads or neighbours. (Products of MIXED activations do not keep this; they are used where that is allowed.)
+// threads or neighbours. (Products that may mix do not keep this.)
 
 #include "attention.h"
 #include "burst.h"
@@ -59,8 +59,8 @@ struct Decoder {
     const Slabs slabs;
     const int width; // dim, padded to whole vectors
 
-    Decoder(const Model &m, const Slabs &s, int num_threads, Activations form)
-        : model(m), slabs(s), width(padded(m.dim)), pool(num_threads), products(pool, form),
+    Decoder(const Model &m, const Slabs &s, int num_threads, bool may_mix)
+        : model(m), slabs(s), width(padded(m.dim)), pool(num_threads), products(pool, may_mix),
           scratch(num_threads) {}
 
     void forward(const Row *rows, int num_rows, const int32_t *tokens, float *logits) {
@@ -354,8 +354,8 @@ struct Decoder {
 
 extern "C" {
 
-Decoder *holdfast_decoder(const Model *model, const Slabs *slabs, int32_t num_threads, Activations form) {
-    return new Decoder(*model, *slabs, num_threads, form);
+Decoder *holdfast_decoder(const Model *model, const Slabs *slabs, int32_t num_threads, int32_t may_mix) {
+    return new Decoder(*model, *slabs, num_threads, may_mix);
 }
 
 void holdfast_free(Decoder *decoder) { delete decoder; }
@@ -375,6 +375,6 @@ void holdfast_draw(const float *logits, int32_t size, double temperature, uint64
     *drawn = draw(logits, size, temperature, {seed, position, choice});
 }
 
-// Whether products of MIXED activations with weights of this kind depend on the number of rows.
-int32_t holdfast_mixes(int32_t kind) { return HAS_PAIRS && (kind == INT8 || kind == BFLOAT16); }
+// Whether weights of this kind are multiplied in different ways with few and with many rows, where that is allowed.
+int32_t holdfast_mixes(int32_t kind) { return HAS_PAIRS && kind == BFLOAT16; }
 }

@@ -23,8 +23,7 @@ _COLDEST = 1e-3  # below this temperature, scaled logits leave the range of floa
 # multiplication.
 _ROW_COSTS = {
     ("int4", True): 0.3,
-    ("int8", False): 0.25,
-    ("int8", True): 0.35,
+    ("int8", True): 0.3,
     ("bfloat16", False): 0.13,
     ("bfloat16", True): 0.2,
     ("float32", True): 0.1,
@@ -54,8 +53,7 @@ class NativeEngine(Engine):
         variant: str | None = None,
     ) -> None:
         self._library = native.library(variant)
-        activations = native.BYTES if dtype == "int4" else native.FLOATS if deterministic else native.MIXED
-        is_exact = activations != native.MIXED or not self._library.holdfast_mixes(native.KINDS[dtype])
+        is_exact = deterministic or not self._library.holdfast_mixes(native.KINDS[dtype])
         row_cost = _ROW_COSTS.get((dtype, is_exact), 1.0)  # `engine_info` refuses other dtypes
         info = engine_info(
             name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=is_exact, row_cost=row_cost
@@ -77,7 +75,7 @@ class NativeEngine(Engine):
             native.KINDS[info.kv_dtype],
         )
         self.num_cores = num_threads or _num_threads()
-        self._decoder = self._library.holdfast_decoder(self._held[0], slabs, self.num_cores, activations)
+        self._decoder = self._library.holdfast_decoder(self._held[0], slabs, self.num_cores, not is_exact)
 
     def __del__(self) -> None:
         if self._decoder:

@@ -11,8 +11,7 @@ from holdfast.engine.native.build import library_path, variants
 from holdfast.errors import ConfigError
 from holdfast.extras import HOW_TO_BUILD
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int4_offset": 4, "int8_quads": 5}
-MIXED, FLOATS, BYTES = range(3)  # how activations enter products, as products.h explains
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int4_offset": 4}
 CHOICE = "HOLDFAST_NATIVE"  # environment variable that names one build; "off": none
 
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}

@@ -4,13 +4,9 @@
 
 #include <vector>
 
-#include "bytes.h"
+#include "integers.h"
 #include "pairs.h"
 #include "pool.h"
-
-// How activations enter the products. Those of bytes take weights in quads, the others all. A row's bits do not depend on how many rows are
-// multiplied with it, unless they are MIXED: as floats with few rows, else in the form that multiplies fastest.
-enum Activations : int32_t { MIXED = 0, FLOATS = 1, BYTES = 2 };
 
 // The 16 values of a block, of which only those are there that are outputs.
 inline Floats get(const float *row, int outputs, int block) {
@@ -32,7 +28,9 @@ inline void put(float *row, int outputs, int block, Floats values) {
 
 class Products {
   public:
-    Products(Pool &shared, Activations form) : pool(shared), activations(form), rooms(shared.num_threads()) {}
+    // A row's bits do not depend on how many rows are multiplied with it, unless it `may_mix`: then activations are floats
+    // with few rows and bfloat16 with many, where bfloat16 weights meet instructions for them.
+    Products(Pool &shared, bool may_mix) : pool(shared), mixes(may_mix), rooms(shared.num_threads()) {}
 
     // to[row, output] = product
     void write(const Matrix &m, const float *x, int num, float *to) {
@@ -52,14 +50,14 @@ class Products {
     // Calls use(row, block, products) for all blocks of `m`. One thread handles the two blocks of a pair, in order.
     template <class Use> void each(const Matrix &m, const float *x, int num, Use &&use) {
         constexpr size_t PIECE = 1 << 16; // bytes of weights in one piece of work
-        const Input input = interleaved(m, x, num);
         const size_t stride = block_bytes(m.kind, m.inputs);
         const int pairs = m.num_blocks / 2;
         const int fair = std::max(1, pairs / (6 * pool.num_threads()));
         const int size = std::clamp((int)(PIECE / (2 * stride)), 1, fair);
-        pool.run((pairs + size - 1) / size, [&](int piece, int thread) {
-            with_kind(m.kind, [&](auto w) {
-                using W = typename decltype(w)::type;
+        with_kind(m.kind, [&](auto w) {
+            using W = typename decltype(w)::type;
+            const Input input = interleaved<W>(m.inputs, x, num);
+            pool.run((pairs + size - 1) / size, [&](int piece, int thread) {
                 for (int block = 2 * piece * size; block < 2 * std::min(pairs, (piece + 1) * size); block += 2)
                     multiply_pair<W>(m.blocks + block * stride, stride, block, m.inputs, input, rooms[thread], use);
             });
@@ -68,73 +66,68 @@ class Products {
 
   private:
     Pool &pool;
-    const Activations activations;
+    const bool mixes;
     std::vector<std::vector<uint8_t>> rooms; // each thread's memory for converted weights
     std::vector<uint8_t> rows_beside;        // the interleaved input of a product
 
-    enum class Form { FLOATS, PAIRS, BYTES };
+    enum class Form { FLOATS, PAIRS, INTEGERS };
 
     // The input of one product, with interleaved rows.
     struct Input {
         Form form;
-        const void *rows;
+        const uint8_t *rows;
         int num;
     };
 
-    Form form_of(const Matrix &m, int num) const {
-        const bool is_fast = activations == MIXED && num > FEW;
-        if (HAS_BYTES && activations == BYTES && m.kind > INT8)
-            return Form::BYTES;
-        return HAS_PAIRS && is_fast && (m.kind == BFLOAT16 || m.kind == INT8) ? Form::PAIRS : Form::FLOATS;
+    template <class W> Form form_of(int num) const {
+        if (HAS_INTEGERS && IS_INTEGER<W>)
+            return Form::INTEGERS;
+        return HAS_PAIRS && mixes && std::is_same_v<W, Bfloat16> && num > FEW ? Form::PAIRS : Form::FLOATS;
     }
 
-    Input interleaved(const Matrix &m, const float *x, int num) {
-        const Form form = form_of(m, num);
+    template <class W> Input interleaved(int inputs, const float *x, int num) {
+        const Form form = form_of<W>(num);
         if (num == 1 && form == Form::FLOATS)
-            return {form, x, num};
-        const int most = form == Form::BYTES ? BYTE_ROWS : ROWS;
-        rows_beside.resize((size_t)num * m.inputs * sizeof(float));
+            return {form, (const uint8_t *)x, num};
+        const int most = form == Form::INTEGERS ? TILE : ROWS;
+        rows_beside.resize((size_t)num * inputs * sizeof(float));
         pool.run((num + most - 1) / most, [&](int tile, int) {
             const int first = tile * most, size = std::min(most, num - first);
-            const float *from = x + (size_t)first * m.inputs;
-            if (form == Form::BYTES)
-                interleave_bytes(from, size, m.inputs, &rows_beside[tile_bytes(first, m.inputs)]);
-            else if (form == Form::PAIRS)
-                interleave_pairs(from, size, m.inputs, (uint32_t *)rows_beside.data() + (size_t)first * m.inputs / 2);
-            else
-                interleave(from, size, m.inputs, (float *)rows_beside.data() + (size_t)first * m.inputs);
+            const float *from = x + (size_t)first * inputs;
+            if constexpr (IS_INTEGER<W>)
+                if (form == Form::INTEGERS)
+                    return interleave_integers<W>(from, size, inputs, &rows_beside[tile_bytes<W>(first, inputs)]);
+            if (form == Form::PAIRS)
+                return interleave_pairs(from, size, inputs, (uint32_t *)rows_beside.data() + (size_t)first * inputs / 2);
+            interleave(from, size, inputs, (float *)rows_beside.data() + (size_t)first * inputs);
         });
         return {form, rows_beside.data(), num};
     }
 
-    // Both blocks of a pair. For many rows, weights that are not multiplied as bytes are first converted to the form that
-    // multiplies fastest.
+    // Both blocks of a pair. For many rows, weights of floats are first converted to the form that multiplies fastest.
     template <class W, class Use>
     static void multiply_pair(const uint8_t *blocks, size_t stride, int number, int inputs, Input x,
                               std::vector<uint8_t> &room, Use &&use) {
 #if defined(__AVX2__)
-        if constexpr (IN_QUADS<W>)
-            if (x.form == Form::BYTES) {
-                multiply_bytes<W>(blocks, stride, number, inputs, (const uint8_t *)x.rows, x.num, use);
+        if constexpr (IS_INTEGER<W>) {
+            multiply_integers<W>(blocks, stride, number, inputs, x.rows, x.num, use);
+            return;
+        }
+#endif
+#if defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<W, Bfloat16>)
+            if (x.form == Form::PAIRS) {
+                const uint32_t *rows = (const uint32_t *)x.rows;
+                if (x.num > ROWS)
+                    multiply_paired_rows<2>(blocks, stride, number, inputs, rows, x.num, use);
+                else // the weights come from memory, and in their order they come fastest
+                    for (int block = 0; block < 2; block++)
+                        multiply_paired_rows<1>(blocks + block * stride, stride, number + block, inputs, rows, x.num, use);
                 return;
             }
 #endif
         for (int block = number; block < number + 2; block++, blocks += stride) {
             const auto keep = [&](int row, Floats products) { use(row, block, products); };
-#if defined(__AVX512BF16__)
-            if constexpr (std::is_same_v<W, Bfloat16> || std::is_same_v<W, Int8>)
-                if (x.form == Form::PAIRS) {
-                    const uint32_t *rows = (const uint32_t *)x.rows;
-                    if (x.num <= ROWS) {
-                        multiply_paired_rows<Pairs<W>>(blocks, inputs, rows, x.num, keep);
-                    } else {
-                        room.resize(inputs / W::SIZE * KeptPairs<W>::BYTES);
-                        KeptPairs<W>::fill(blocks, inputs, room.data());
-                        multiply_paired_rows<KeptPairs<W>>(room.data(), inputs, rows, x.num, keep);
-                    }
-                    continue;
-                }
-#endif
             const float *rows = (const float *)x.rows;
             if (x.num <= ROWS || std::is_same_v<W, Float32>) {
                 multiply_rows<W>(blocks, inputs, rows, x.num, keep);
@@ -145,5 +138,4 @@ class Products {
             multiply_rows<Expanded<W>>(room.data(), inputs, rows, x.num, keep);
         }
     }
-
 };

@@ -1,4 +1,5 @@
-// Vectors of 16 floats in the compiler's vector types, and functions of them. One source for every instruction set.
+// Vectors of 16 floats in the compiler's vector types, and functions of them. One source for every instruction set. Where
+// registers are shorter, compilers keep such vectors in memory, so the innermost loops use vectors of a register's size.
 
 #pragma once
 
@@ -13,9 +14,19 @@
 
 constexpr int LANES = 16;
 
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16; // 32-bit lanes of a vector register
+#elif defined(__AVX2__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+
+typedef float NativeFloats __attribute__((vector_size(4 * NATIVE)));
+typedef int32_t NativeInts __attribute__((vector_size(4 * NATIVE)));
+
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
 template <class V> inline V load(const void *from) {
@@ -26,6 +37,8 @@ template <class V> inline V load(const void *from) {
 
 inline void store(float *to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
+inline void store_native(float *to, NativeFloats value) { std::memcpy(to, &value, sizeof value); }
+
 inline Floats splat(float value) { return Floats{} + value; }
 
 inline int padded(int size) { return (size + LANES - 1) / LANES * LANES; }
@@ -35,14 +48,6 @@ inline Floats from_bfloat16(const void *from) {
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
 #else
     return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
-#endif
-}
-
-inline Floats from_int8(const void *from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#else
-    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
 #endif
 }
 
@@ -107,15 +112,41 @@ template <int W> inline Floats halved(Floats a, Floats b) {
     }(std::make_integer_sequence<int, LANES>{});
 }
 
-// The sums of 16 vectors, in one vector.
-inline Floats sums_of(Floats (&v)[LANES]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        v[i] = halved<8>(v[i], v[i + 8]);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        v[i] = halved<4>(v[i], v[i + 4]);
-    return halved<1>(halved<2>(v[0], v[2]), halved<2>(v[1], v[3]));
+// In every span of 2 * W lanes, the second half of the vectors 0 to W - 1 changes places with the first half of those W
+// further, and so on.
+template <int W> inline void swap_halves(NativeInts (&v)[NATIVE]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < NATIVE; i++)
+        if ((i & W) == 0) {
+            const NativeInts a = v[i], b = v[i + W];
+            [&]<int... L>(std::integer_sequence<int, L...>) {
+                constexpr auto source = [](int lane) { return (lane & W ? NATIVE - W : 0) + lane; };
+#if defined(__clang__) || __GNUC__ >= 12
+                v[i] = __builtin_shufflevector(a, b, source(L)...);
+                v[i + W] = __builtin_shufflevector(a, b, (source(L) + W)...);
+#else
+                v[i] = __builtin_shuffle(a, b, NativeInts{source(L)...});
+                v[i + W] = __builtin_shuffle(a, b, NativeInts{(source(L) + W)...});
+#endif
+            }(std::make_integer_sequence<int, NATIVE>{});
+        }
+    if constexpr (W > 1)
+        swap_halves<W / 2>(v);
+}
+
+// Lane i of row j becomes lane j of row i.
+inline void transpose(const uint8_t *const (&rows)[LANES], Ints (&out)[LANES]) {
+    for (int i = 0; i < LANES; i += NATIVE)
+        for (int j = 0; j < LANES; j += NATIVE) {
+            NativeInts block[NATIVE];
+#pragma GCC unroll 16
+            for (int n = 0; n < NATIVE; n++)
+                block[n] = load<NativeInts>(rows[i + n] + j * sizeof(int32_t));
+            swap_halves<NATIVE / 2>(block);
+#pragma GCC unroll 16
+            for (int n = 0; n < NATIVE; n++)
+                std::memcpy((int32_t *)&out[j + n] + i, &block[n], sizeof block[n]);
+        }
 }
 
 inline float sum_of(Floats v) {
@@ -140,6 +171,17 @@ inline int32_t largest_of(Ints v) {
     for (int lane = 1; lane < LANES; lane++)
         best = std::max(best, (int32_t)v[lane]);
     return best;
+#endif
+}
+
+inline bool any(Ints v) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
+#else
+    int32_t found = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        found |= v[lane];
+    return found;
 #endif
 }
 

@@ -8,9 +8,9 @@
 #include "vectors.h"
 
 constexpr int ROWS = 8;     // rows that are multiplied while the weights are read once
-constexpr int AHEAD = 2048; // how many bytes ahead the weights are prefetched
+constexpr int AHEAD = 4096; // how many bytes ahead the weights are prefetched
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, INT4_OFFSET = 4, INT8_QUADS = 5 };
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, INT4_OFFSET = 4 };
 
 struct Matrix {
     const uint8_t *blocks; // an even number of them; weights beyond the last output are zero
@@ -41,21 +41,8 @@ struct Bfloat16 {
     }
 };
 
-// 16 half-precision scales, then for every input its 16 bytes.
+// 16 half-precision scales, then bytes in quads: of every four inputs, those of the first output, of the second, ...
 struct Int8 {
-    static constexpr int SIZE = GROUP, STEP = 2;
-    static constexpr bool IS_SCALED = true;
-    static constexpr size_t HEAD = LANES * sizeof(uint16_t);
-    static constexpr size_t BYTES = HEAD + GROUP * LANES;
-    static Floats scale(const uint8_t *group) { return from_half((const uint16_t *)group); }
-    static void weights(const uint8_t *group, int i, Floats (&out)[STEP]) {
-        for (int j = 0; j < STEP; j++)
-            out[j] = from_int8(group + HEAD + (i + j) * LANES);
-    }
-};
-
-// The same for products of bytes: of every four inputs, the bytes of the first output, of the second, ...
-struct Int8Quads {
     static constexpr int SIZE = GROUP, STEP = 4;
     static constexpr bool IS_SCALED = true;
     static constexpr size_t HEAD = LANES * sizeof(uint16_t);
@@ -69,11 +56,11 @@ struct Int8Quads {
     }
 };
 
-// 16 half-precision scales and perhaps 16 offsets; then bytes in quads, each with two inputs: one of the first 16 in its
+// 16 half-precision scales and perhaps 16 offsets; then bytes in quads, each byte with two inputs: one of the first 16 in its
 // low half, and the one 16 further in its high half. A weight is scale * (nibble - 8), or scale * nibble + offset.
 template <bool OFFSETS> struct Int4 {
     static constexpr int SIZE = GROUP, STEP = 4;
-    static constexpr bool IS_SCALED = false, HAS_OFFSETS = OFFSETS;
+    static constexpr bool IS_SCALED = false;
     static constexpr size_t HEAD = LANES * sizeof(uint16_t) * (OFFSETS ? 2 : 1);
     static constexpr size_t BYTES = HEAD + GROUP / 2 * LANES;
     static void weights(const uint8_t *group, int i, Floats (&out)[STEP]) {
@@ -88,7 +75,8 @@ template <bool OFFSETS> struct Int4 {
 
 template <class W> constexpr bool IS_INT4 = false;
 template <bool OFFSETS> constexpr bool IS_INT4<Int4<OFFSETS>> = true;
-template <class W> constexpr bool IN_QUADS = IS_INT4<W> || std::is_same_v<W, Int8Quads>;
+template <class W> constexpr bool HAS_OFFSETS = std::is_same_v<W, Int4<true>>;
+template <class W> constexpr bool IS_INTEGER = IS_INT4<W> || std::is_same_v<W, Int8>;
 
 template <class Act> inline void with_kind(int kind, Act &&act) {
     switch (kind) {
@@ -97,7 +85,6 @@ template <class Act> inline void with_kind(int kind, Act &&act) {
     case INT8: act(std::type_identity<Int8>{}); break;
     case INT4: act(std::type_identity<Int4<false>>{}); break;
     case INT4_OFFSET: act(std::type_identity<Int4<true>>{}); break;
-    case INT8_QUADS: act(std::type_identity<Int8Quads>{}); break;
     }
 }
 

@@ -31,14 +31,13 @@ from holdfast.models import Architecture, ModelSource
 from holdfast.models.gguf_file import FourBits, GGUFFile
 
 LANES = 16
-FORMAT = "blocks-of-16/1"
+FORMAT = "blocks-of-16/2"
 # The bytes of a group of inputs in a block. In int8: 16 scales, then the values. In int4: 16 scales and perhaps 16
-# offsets, then the nibbles. What is multiplied as bytes (int4, and int8 beside it) has four inputs side by side.
+# offsets, then the nibbles. Both have four inputs of an output side by side.
 _GROUP_BYTES = {
     "float32": LANES * 4 * GROUP,
     "bfloat16": LANES * 2 * GROUP,
     "int8": LANES * (2 + GROUP),
-    "int8_quads": LANES * (2 + GROUP),
     "int4": LANES * (2 + GROUP // 2),
     "int4_offset": LANES * (4 + GROUP // 2),
 }
@@ -61,9 +60,11 @@ def packed_weights(source: ModelSource, weights: WeightSource, dtype: str) -> Ar
     if path.exists():
         try:
             file = TensorFile(path)
-            if file.metadata == metadata | {"crc32": str(file.checksum())}:
+            is_ours = metadata.items() <= file.metadata.items()  # else another release wrote it
+            if is_ours and file.metadata.get("crc32") == str(file.checksum()):
                 return {name: file.tensor(name) for name in file.names}
-            logger.warning("packing the weights again: the content of %s does not match its checksum", path)
+            if is_ours:
+                logger.warning("packing the weights again: the content of %s does not match its checksum", path)
         except ModelError as exc:
             logger.warning("packing the weights again: %s", exc)
     arrays = WeightPacker(weights, source.architecture, dtype).arrays()
@@ -194,8 +195,8 @@ class WeightPacker:
         if isinstance(self.weights, GGUFFile) and any(
             bits is None and self.weights.is_quantised(name) for name, bits in zip(names, stored, strict=True)
         ):
-            return "int8_quads"
-        return "int8_quads" if array in ("embedding", "head") else "int4_offset"
+            return "int8"
+        return "int8" if array in ("embedding", "head") else "int4_offset"
 
 
 def _empty(num_blocks: int, inputs: int, kind: str) -> NDArray[np.generic]:
@@ -215,7 +216,7 @@ def kind_of(blocks: NDArray[np.generic], inputs: int, dtype: str) -> str:
         return "float32"
     if dtype != "int4":
         return dtype
-    return next(kind for kind in (*FOUR_BITS, "int8_quads") if blocks.shape[1] * GROUP == inputs * _GROUP_BYTES[kind])
+    return next(kind for kind in (*FOUR_BITS, "int8") if blocks.shape[1] * GROUP == inputs * _GROUP_BYTES[kind])
 
 
 def _array_sizes(
@@ -253,7 +254,7 @@ def _converted(weight: NDArray[np.generic] | FourBits, kind: str) -> tuple[NDArr
         bits = weight
     elif kind in FOUR_BITS:
         bits = quantise_to_four_bits(as_float32(weight), has_offsets=kind == "int4_offset")
-    elif kind in ("int8", "int8_quads"):
+    elif kind == "int8":
         return quantise(as_float32(weight))
     else:
         return (to_bfloat16(as_float32(weight)) if kind == "bfloat16" else as_float32(weight),)
@@ -282,7 +283,5 @@ def _lanes(blocks: NDArray[np.generic], kind: str) -> tuple[NDArray[np.generic],
     head = 2 * LANES * (2 if kind == "int4_offset" else 1)
     halves = groups[:, :, :head].view(np.float16)
     values = groups[:, :, head:].view(np.uint8 if kind in FOUR_BITS else np.int8)
-    if kind == "int8":
-        return values.reshape(num, -1, GROUP, LANES), halves
     quads = values.reshape(num, groups.shape[1], -1, LANES, 4).swapaxes(3, 4)
     return (quads, *(halves[:, :, first : first + LANES] for first in range(0, halves.shape[2], LANES)))
