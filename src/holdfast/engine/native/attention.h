@@ -179,11 +179,11 @@ inline void mix(const float *values, const float *const (&weights)[N], float *co
 #pragma GCC unroll 4
         for (int c = 0; c < LANES; c++)
 #pragma GCC unroll 4
-            for (int i = 0; i < STEP; i++) {
-                const auto value = load<NativeFloats>(values + c * V * LANES + first + i * NATIVE);
+            for (int n = 0; n < N; n++) {
+                const NativeFloats weight = NativeFloats{} + weights[n][c];
 #pragma GCC unroll 4
-                for (int n = 0; n < N; n++)
-                    sums[n][i] += value * weights[n][c];
+                for (int i = 0; i < STEP; i++)
+                    sums[n][i] += load<NativeFloats>(values + c * V * LANES + first + i * NATIVE) * weight;
             }
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++)
@@ -223,11 +223,8 @@ template <int V> struct Stretches {
         for (int c = 0; c < size; c += LANES)
             if (is_seen[c / LANES])
                 score_cells(layout, first + c, last, scratch, c);
-            else
-                for (int head = 0; head < num_heads(); head++)
-                    store(&scratch.scores[(size_t)head * STRETCH + c], splat(NEVER));
         for (int head = 0; head < num_heads(); head++)
-            weigh(&scratch.scores[(size_t)head * STRETCH], size, gathered[head]);
+            weigh(&scratch.scores[(size_t)head * STRETCH], size, is_seen, gathered[head]);
         for (int c = 0; c < size; c += LANES)
             if (is_seen[c / LANES])
                 mix_cells(first + c, last, scratch, c, gathered);
@@ -287,21 +284,22 @@ template <int V> struct Stretches {
         });
     }
 
-    // Replace scores by weights.
-    static void weigh(float *scores, int size, Gathered &gathered) {
+    // Replace the scores of the cells that are seen by weights.
+    static void weigh(float *scores, int size, const bool *is_seen, Gathered &gathered) {
         Floats tops = splat(NEVER);
         for (int c = 0; c < size; c += LANES)
-            tops = larger(tops, load<Floats>(scores + c));
+            if (is_seen[c / LANES])
+                tops = larger(tops, load<Floats>(scores + c));
         gathered.top = largest_of(tops);
         Floats mass{};
-        for (int c = 0; c < size && gathered.top != NEVER; c += LANES) {
-            const Floats weights = exponential(load<Floats>(scores + c) - gathered.top);
-            store(scores + c, weights);
-            mass += weights;
-        }
+        for (int c = 0; c < size; c += LANES)
+            if (is_seen[c / LANES]) {
+                const Floats weights =
+                    gathered.top == NEVER ? Floats{} : exponential(load<Floats>(scores + c) - gathered.top);
+                store(scores + c, weights);
+                mass += weights;
+            }
         gathered.mass = sum_of(mass);
-        if (gathered.top == NEVER)
-            std::fill(scores, scores + size, 0.0f);
     }
 
     void mix_cells(int cell, int last, AttentionScratch &scratch, int at, Gathered *gathered) const {

@@ -22,8 +22,8 @@ _COLDEST = 1e-3  # below this temperature, scaled logits leave the range of floa
 # `EngineInfo.row_cost` by dtype and row invariance: the fewer bytes a weight has, the more of the time goes to
 # multiplication.
 _ROW_COSTS = {
-    ("int4", True): 0.3,
-    ("int8", True): 0.3,
+    ("int4", True): 0.25,
+    ("int8", True): 0.2,
     ("bfloat16", False): 0.13,
     ("bfloat16", True): 0.2,
     ("float32", True): 0.1,

@@ -1,6 +1,6 @@
-// Products of integers, on processors with AVX2 or more. Activations are rounded in groups of 32 with a scale each: to 16
-// bits for weights of eight bits, to eight bits for weights of four. The products of a group are summed exactly, so a
-// row's bits depend neither on how many are multiplied with it nor on the instructions.
+// Products of integers, on processors with AVX2 or more. Activations are rounded in groups of 32 with a scale each: to
+// 16 bits for weights of eight bits, to eight bits for weights of four. The products of a group are summed exactly, so
+// a row's bits depend neither on how many are multiplied with it nor on the instructions.
 
 #pragma once
 
@@ -40,7 +40,6 @@ template <class W> inline size_t tile_bytes(int num, int inputs) {
 
 // The quads of 32 values, their scale and their sum. Where a value is not finite, the scale is not either.
 template <class W> inline void round_group(const float *x, Quad<W> (&quads)[QUADS], float &scale, int32_t &sum) {
-    constexpr float SHIFT = 12582912.0f; // 1.5 * 2^23: a value that is added to it is rounded to a whole number
     const Floats first = load<Floats>(x), second = load<Floats>(x + LANES);
     const Ints one = (Ints)first & 0x7fffffff, other = (Ints)second & 0x7fffffff; // sizes: ordered like integers
     const int32_t most = largest_of((one & (one > other)) | (other & ~(one > other)));
@@ -48,18 +47,20 @@ template <class W> inline void round_group(const float *x, Quad<W> (&quads)[QUAD
     std::memcpy(&largest, &most, sizeof largest);
     scale = largest / MOST<W>;
     const float inverse = largest > 1e-30f ? MOST<W> / largest : 0.0f;
-    const Ints values[] = {(Ints)(first * inverse + SHIFT) << 16 >> 16, (Ints)(second * inverse + SHIFT) << 16 >> 16};
+    const Ints values[] = {(Ints)(first * inverse + WHOLE) << 16 >> 16, (Ints)(second * inverse + WHOLE) << 16 >> 16};
     sum = sum_of(values[0] + values[1]);
     if constexpr (IS_INT4<W>) {
         store_bytes(quads, values[0]);
         store_bytes(quads + QUADS / 2, values[1]);
     } else {
-        int32_t all[GROUP];
-        std::memcpy(all, values, sizeof all);
-        for (int quad = 0; quad < QUADS; quad++) {
-            const int32_t *four = all + 4 * quad;
-            quads[quad] = {(uint32_t)(four[0] & 0xffff) | (uint32_t)four[2] << 16,
-                           (uint32_t)(four[1] & 0xffff) | (uint32_t)four[3] << 16};
+        for (int half = 0; half < 2; half++) {
+            const Words words = __builtin_convertvector(values[half], Words);
+#if defined(__clang__) || __GNUC__ >= 12
+            const Words parted = __builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#else
+            const Words parted = __builtin_shuffle(words, Words{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
+#endif
+            std::memcpy(quads + half * QUADS / 2, &parted, sizeof parted);
         }
     }
 }
@@ -209,7 +210,7 @@ inline void multiply_columns(const uint8_t *block, size_t stride, int column, in
             }
 #pragma GCC unroll 16
             for (size_t ahead = 0; ahead < W::BYTES; ahead += 64)
-                __builtin_prefetch(at[c] + AHEAD + ahead);
+                __builtin_prefetch(at[c] + AHEAD + ahead, 0, 0);
             at[c] += W::BYTES;
         }
     }

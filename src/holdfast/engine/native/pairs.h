@@ -1,5 +1,5 @@
-// Products of many rows with bfloat16 weights in half the time, on processors that multiply pairs of bfloat16. Activations
-// are rounded to bfloat16, so a row's bits depend on whether it is multiplied with few or with many others.
+// Products of many rows with bfloat16 weights in half the time, on processors that multiply pairs of bfloat16.
+// Activations are rounded to bfloat16, so a row's bits depend on whether it is multiplied with few or with many others.
 
 #pragma once
 

@@ -1,5 +1,6 @@
-// Vectors of 16 floats in the compiler's vector types, and functions of them. One source for every instruction set. Where
-// registers are shorter, compilers keep such vectors in memory, so the innermost loops use vectors of a register's size.
+// Vectors of 16 floats in the compiler's vector types, and functions of them. One source for every instruction set.
+// Where registers are shorter, compilers keep such vectors in memory, so innermost loops use vectors of a register's
+// size.
 
 #pragma once
 
@@ -28,6 +29,7 @@ typedef int32_t NativeInts __attribute__((vector_size(4 * NATIVE)));
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int16_t Words __attribute__((vector_size(32)));
 
 template <class V> inline V load(const void *from) {
     V value;
@@ -76,19 +78,20 @@ inline Floats chosen(Ints where, Floats yes, Floats no) { return (Floats)((where
 
 inline Floats larger(Floats a, Floats b) { return chosen(a > b, a, b); }
 
+constexpr float WHOLE = 12582912.0f; // 1.5 * 2^23: a sum with it is a whole number, which is in the lowest bits
+
 // e^x with an error of at most 2 units in the last place; exactly 0 below -87.
 inline Floats exponential(Floats x) {
     const Floats low = splat(-87.0f), high = splat(88.0f);
     const Floats bounded = chosen(x > high, high, larger(x, low));
-    const Floats turns = bounded * 1.44269504f;
-    const Ints power = __builtin_convertvector(turns + chosen(turns < 0.0f, splat(-0.5f), splat(0.5f)), Ints);
-    const Floats whole = __builtin_convertvector(power, Floats);
+    const Floats shifted = bounded * 1.44269504f + WHOLE;
+    const Floats whole = shifted - WHOLE;
     const Floats rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f; // ln 2, split into two parts
     Floats sum = splat(1.9875691500e-4f);
     for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         sum = sum * rest + next;
     sum = sum * rest * rest + rest + 1.0f;
-    return chosen(x < low, Floats{}, sum * (Floats)((power + 127) << 23));
+    return chosen(x < low, Floats{}, sum * (Floats)(((Ints)shifted << 23) + (127 << 23)));
 }
 
 inline float exponential(float x) { return exponential(splat(x))[0]; }

@@ -56,8 +56,8 @@ struct Int8 {
     }
 };
 
-// 16 half-precision scales and perhaps 16 offsets; then bytes in quads, each byte with two inputs: one of the first 16 in its
-// low half, and the one 16 further in its high half. A weight is scale * (nibble - 8), or scale * nibble + offset.
+// 16 half-precision scales and perhaps 16 offsets; then bytes in quads, each byte with two inputs: one of the first 16
+// in its low half, and the one 16 further in its high half. A weight is scale * (nibble - 8), or scale * nibble + offset.
 template <bool OFFSETS> struct Int4 {
     static constexpr int SIZE = GROUP, STEP = 4;
     static constexpr bool IS_SCALED = false;
