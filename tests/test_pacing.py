@@ -1,5 +1,6 @@
 """Requests wait where they take more than their share of the cores that compute, and nowhere else."""
 
+import asyncio
 from dataclasses import dataclass
 
 import httpx
@@ -100,5 +101,6 @@ async def test_requests_at_both_endpoints_are_paced_while_the_engine_computes(mo
             await client.post("/v1/chat/completions", json={"messages": []})
             assert asked == [3, 3]  # a request for tokens is not held up
         assert [event async for event in events][-1].HasField("done")
-        await client.get("/health")
-        assert asked[-1] == 0
+        async with asyncio.timeout(30):
+            while asked[-1]:  # the engine's thread rests a moment after the last event
+                await client.get("/health")

@@ -624,8 +624,9 @@ async def test_the_worker_dying_of_a_bug_leaves_nobody_waiting(worker: Worker, m
     assert isinstance(worker.failure, ZeroDivisionError)
 
 
-def test_a_loop_that_closed_cancels_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.stream.MAX_UNREAD", 1 << 40)  # the run does not wait before the loop is closed
+@pytest.mark.parametrize("most_unread", [4, 1 << 40])  # waiting for its reader, or computing when the loop is closed
+def test_a_loop_that_closed_cancels_its_runs(monkeypatch: pytest.MonkeyPatch, most_unread: int) -> None:
+    monkeypatch.setattr(stream_module, "MAX_UNREAD", most_unread)
     worker = Worker(WatchedEngine())
     worker.start()
 
@@ -634,12 +635,14 @@ def test_a_loop_that_closed_cancels_its_runs(monkeypatch: pytest.MonkeyPatch) ->
         await worker.append(sequence, [1])
         stream = worker.generate(sequence, greedy(1_000_000))
         await stream.__aenter__()
-        await anext(stream)
+        while worker.info(sequence).history_length < min(1 + most_unread, 100):
+            await asyncio.sleep(0.001)
         return sequence
 
     sequence = asyncio.run(abandon())
 
     async def resume() -> list[int]:
+        await worker.open()
         while worker.info(sequence).is_busy:
             await asyncio.sleep(0.001)
         return await generate(worker, sequence, 3)

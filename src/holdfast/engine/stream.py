@@ -69,6 +69,9 @@ class Stream:
         this sees what was read meanwhile, or whoever read it sees that it is waited for."""
         if self._num_sent - self._num_read < MAX_UNREAD:
             return True
+        if self.loop.is_closed():  # nobody will read them
+            self.cancel_run()
+            return True
         self._is_waited_for = True
         return self._num_sent - self._num_read < MAX_UNREAD
 
