@@ -311,10 +311,15 @@ async def test_a_cancelled_task_leaves_its_sequence_usable(worker: Worker) -> No
 async def test_a_cancelled_append_keeps_the_history_and_resumes(worker: Worker) -> None:
     sequence, undisturbed = await worker.open(), await worker.open()
     prompt = [token % 7 for token in range(5000)]
+    engine = engine_of(worker)
+    engine.tamper = lambda slab: engine.gate.clear()  # held after the first forward
     task = asyncio.create_task(worker.append(sequence, prompt))
     while worker.info(sequence).computed_length == 0:
         await asyncio.sleep(0)
     task.cancel()
+    await asyncio.sleep(0)
+    engine.tamper = lambda slab: None
+    engine.gate.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     info = worker.info(sequence)
