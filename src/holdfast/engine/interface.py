@@ -127,7 +127,7 @@ class Engine(ABC):
     def forward(self, rows: Sequence[Row]) -> Logits:
         """Write every row's keys and values, then attend under its window. Mutates cells, not `Slab`s.
 
-        Running a row again writes the same cells with the same values.
+        Running a row again writes the same cells with the same values. The logits are valid until the next forward.
         """
 
     @abstractmethod

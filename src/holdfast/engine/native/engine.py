@@ -18,6 +18,7 @@ from holdfast.errors import NonFiniteLogits
 from holdfast.generation import Sampled
 from holdfast.models import Architecture, ModelSource
 
+_KEPT_ROWS = 128  # of logits
 _COLDEST = 1e-3  # below this temperature, scaled logits leave the range of float32
 # `EngineInfo.row_cost` by dtype and row invariance: the fewer bytes a weight has, the more of the time goes to
 # multiplication.
@@ -63,6 +64,7 @@ class NativeEngine(Engine):
         kind = np.float32 if info.kv_dtype == "float32" else np.uint16
         # Filled and not only reserved, so that the memory is committed from the start.
         self._keys, self._values = (np.full(cells, 0, kind) for _ in range(2))
+        self._logits = np.empty((0, info.vocab_size), np.float32)  # of the last forward
         self.arrays = arrays
         self._tensor_shapes, self._tensor_places = decoder_shapes(arch), tensor_places(arch)
         self._held = _described(arch, arrays, dtype)  # keeps alive what the decoder points to
@@ -88,12 +90,12 @@ class NativeEngine(Engine):
     def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         specs = _specs(rows)
         tokens = np.fromiter((token for row in rows for token in row.tokens), np.int32)
-        logits = np.empty((sum(row.num_logits for row in rows), self.info.vocab_size), np.float32)
+        logits = self._room_for(sum(row.num_logits for row in rows))
         self._library.holdfast_forward(self._decoder, specs, len(rows), tokens.ctypes.data, logits.ctypes.data)
         return logits
 
     def read_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        return logits
+        return logits.copy()  # the next forward writes over them
 
     def sample(self, logits: NDArray[np.float32], picks: Sequence[Pick]) -> list[Sampled | NonFiniteLogits]:
         return [self._draw(logits, pick) if _is_plain(pick) else sample_rows(logits, [pick])[0] for pick in picks]
@@ -116,7 +118,7 @@ class NativeEngine(Engine):
             *((own.seed, own.temperature, end.ctypes.data, end.size, own.choice) for own, end in facts)
         )
         drawn = (native.DrawnStruct * (num * num_steps))()
-        logits = np.empty((num, self.info.vocab_size), np.float32)
+        logits = self._room_for(num)
         called = self._decoder, _specs(rows), num, tokens.ctypes.data, wanted, num_steps, _BURST_S
         num_done = self._library.holdfast_burst(*called, logits.ctypes.data, drawn)
         return [
@@ -151,6 +153,14 @@ class NativeEngine(Engine):
         where = params.seed, pick.position, params.choice
         self._library.holdfast_draw(row.ctypes.data, row.size, params.temperature, *where, drawn)
         return _outcome(drawn, pick.position)
+
+    def _room_for(self, num: int) -> NDArray[np.float32]:
+        """Memory for rows of logits. That of few rows is kept, since the system has to clear fresh pages."""
+        if num > _KEPT_ROWS:
+            return np.empty((num, self.info.vocab_size), np.float32)
+        if len(self._logits) < num:
+            self._logits = np.empty((num, self.info.vocab_size), np.float32)
+        return self._logits[:num]
 
     def _gathered(self, cells: NDArray[np.generic], slab: Slab, positions: Sequence[range]) -> NDArray[np.generic]:
         """[layers, kv_heads, positions, dim], in order."""
