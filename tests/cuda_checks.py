@@ -1,5 +1,6 @@
 """What the CUDA engine promises, checked on a device by `tests/gpu.py`."""
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,15 +12,15 @@ from unittest import mock
 import numpy as np
 import torch
 
-from holdfast.engine.cuda import CudaEngine, load_engine
+from holdfast.engine.cuda import CudaEngine, load_engine, module
+from holdfast.engine.cuda.fused import FusedStep
 from holdfast.engine.cuda.graphs import GraphPool
-from holdfast.engine.cuda.weights import Matrix, quantised
+from holdfast.engine.cuda.weights import LARGEST, Matrix, rounded
 from holdfast.engine.interface import Row
 from holdfast.engine.sampling import Pick
 from holdfast.engine.slab import Slab, SlabPool, SlabShape
 from holdfast.engine.torch.weights import StateDictReader
 from holdfast.engine.update import NewWeights, checked, write
-from holdfast.engine.weights import quantise
 from holdfast.generation import Sampled, SamplingParams
 from holdfast.models import HFSource
 from holdfast.models.architecture import from_hf_config
@@ -36,6 +37,7 @@ def cuda_engine(
     family: str,
     dtype: str = "float32",
     *,
+    kv_dtype: str = "auto",
     num_slabs: int = 2,
     deterministic: bool = False,
     shape: SlabShape = SHAPE,
@@ -50,22 +52,39 @@ def cuda_engine(
         num_slabs=num_slabs,
         shape=shape,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         deterministic=deterministic,
     )
 
 
 def _model(family: str) -> Any:
-    return whole_groups_model() if family == "whole-groups" else tiny.hf_model(family)
+    special = {"whole-groups": whole_groups_model, "large": large_model}
+    return special[family]() if family in special else tiny.hf_model(family)
 
 
 @cache
 def whole_groups_model() -> Any:
-    """Qwen3 whose rows hold whole groups of 32 weights, as int8 needs them."""
+    """Qwen3 whose matrices have multiples of 16 rows and columns, as fp8 needs them."""
     import transformers
 
     sizes = tiny.hf_model("qwen3").config.to_dict() | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     torch.manual_seed(8)
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).eval()
+
+
+@cache
+def large_model() -> Any:
+    """Qwen3 of sizes for which there are kernels in CUDA C++."""
+    import transformers
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = tiny.hf_model("qwen3").config.to_dict() | sizes | {"head_dim": 128, "max_position_embeddings": 32_768}
+    torch.manual_seed(9)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
 
 
 def some_tokens(num: int, seed: int = 1) -> list[int]:
@@ -110,33 +129,173 @@ def rows_of_a_cuda_batch_keep_to_themselves() -> str:
 
 def cuda_dtypes_stay_near_fp32() -> str:
     said = []
-    for dtype, deterministic in (("bfloat16", False), ("bfloat16", True), ("int8", False), ("int8", True)):
-        worst, flips, total = 0.0, 0, 0
-        for family in ("whole-groups", *(tiny.FAMILIES if dtype == "bfloat16" else ())):
-            tokens = some_tokens(400)
-            exact = run_chunks(cuda_engine(family), SlabPool(2, SHAPE).acquire(4), tokens, [48])
-            engine = cuda_engine(family, dtype, deterministic=deterministic)
-            ours = run_chunks(engine, SlabPool(2, SHAPE).acquire(4), tokens, [48, 1, 6])
-            worst = max(worst, difference(ours, exact))
-            flips, total = flips + int((ours.argmax(-1) != exact.argmax(-1)).sum()), total + len(tokens)
-        assert worst < 1, (dtype, worst)
-        said.append(f"{dtype}{' deterministic' * deterministic} {worst:.3f}, {1000 * flips / total:.0f} flips")
-    return "max |logit difference| and flips per 1,000: " + "; ".join(said)
+    for dtype, kv_dtype, most in (
+        ("bfloat16", "auto", 0.03),
+        ("bfloat16", "fp8", 0.1),
+        ("fp8", "auto", 0.2),
+        ("fp8", "fp8", 0.2),
+    ):
+        for deterministic in (False, True):
+            worst, flips, total = 0.0, 0, 0
+            for family in ("whole-groups", *(tiny.FAMILIES if (dtype, kv_dtype) == ("bfloat16", "auto") else ())):
+                tokens = some_tokens(400)
+                exact = run_chunks(cuda_engine(family), SlabPool(2, SHAPE).acquire(4), tokens, [48])
+                engine = cuda_engine(family, dtype, kv_dtype=kv_dtype, deterministic=deterministic)
+                ours = run_chunks(engine, SlabPool(2, SHAPE).acquire(4), tokens, [48, 1, 6])
+                worst = max(worst, _relative_difference(ours, exact))
+                flips, total = flips + int((ours.argmax(-1) != exact.argmax(-1)).sum()), total + len(tokens)
+            assert worst < most, (dtype, kv_dtype, worst)
+            cache = f" with {kv_dtype} cache" if kv_dtype != "auto" else ""
+            name = f"{dtype}{cache}{' deterministic' * deterministic}"
+            said.append(f"{name} {worst:.4f}, {1000 * flips / total:.0f} flips")
+    return "rms logit difference relative to their spread, and flips per 1,000: " + "; ".join(said)
 
 
-def int8_weights_are_the_same_bits_as_on_the_host() -> str:
-    weight = torch.randn(300, 256)
-    weight[3, 32:64] = 0
-    host, device = quantise(weight.numpy()), quantised(weight.cuda())
-    assert device.scales is not None
-    assert np.array_equal(host.values, device.values.cpu().numpy())
-    assert np.array_equal(host.scales, device.scales.cpu().numpy())
-    return "values and scales"
+def _relative_difference(ours: Array, exact: Array) -> float:
+    """The root mean square of the differences, relative to the spread of the logits."""
+    return float(np.sqrt(np.mean((ours - exact) ** 2)) / exact.std())
+
+
+def fp8_weights_are_multiplied_as_they_are() -> str:
+    """Against the dense oracle with the same rounded weights, where activations are not rounded to fp8."""
+    state = dict(whole_groups_model().state_dict())
+    for name, weight in state.items():
+        if name.startswith("model.layers") and weight.dim() == 2:
+            matrix = rounded(weight)
+            assert matrix.scales is not None
+            state[name] = matrix.values.float() * matrix.scales[:, None]
+    slab = SlabPool(2, SHAPE).acquire(4)
+    tokens = some_tokens(4 * slab.window.size)
+    arch = from_hf_config(whole_groups_model().config.to_dict())
+    truth = dense_logits(state, arch, tokens, slab.window).numpy()
+    found = []
+    for deterministic, sizes in ((True, [48, 1, 7]), (False, [1])):
+        engine = cuda_engine("whole-groups", "fp8", deterministic=deterministic)
+        found.append(_relative_difference(run_chunks(engine, slab, tokens, sizes), truth))
+        slab.reset()
+    assert max(found) < 0.03, found
+    return f"rms logit difference {found[0]:.4f} of their spread, deterministic; {found[1]:.4f} in single tokens"
+
+
+def kernels_in_cuda_cpp_compute_what_the_others_do() -> str:
+    """Single tokens of one row and of several, over ten windows, against an engine that has Triton's kernels alone."""
+    said = []
+    for dtype, kv_dtype in (("bfloat16", "auto"), ("fp8", "auto"), ("bfloat16", "fp8")):
+        fast, plain = (cuda_engine("large", dtype, kv_dtype=kv_dtype, num_slabs=5) for _ in range(2))
+        assert (fast._decoder._fused is None) == (kv_dtype == "fp8")
+        assert (fast._decoder._fp8_attention is None) == (kv_dtype != "fp8")
+        plain._decoder._fused = plain._decoder._fp8_attention = None
+        worst = 0.0
+        for sink in (4, 0, 16):
+            slab = SlabPool(2, SHAPE).acquire(sink)
+            tokens = some_tokens(10 * slab.window.size)
+            ours = run_chunks(fast, slab, tokens, [40, *[1] * 20])
+            slab.reset()
+            worst = max(worst, _relative_difference(ours, run_chunks(plain, slab, tokens, [40, *[1] * 20])))
+        pool = SlabPool(5, SHAPE)
+        slabs = [pool.acquire(index * 4) for index in range(5)]
+        for index, slab in enumerate(slabs):
+            for engine in (fast, plain):
+                slab.reset()
+                run_chunks(engine, slab, some_tokens(3 + 31 * index, index), [48])
+        for step in range(40):
+            parts = [(slab, some_tokens(1, 100 * step + index)) for index, slab in enumerate(slabs)]
+            ours = np.concatenate(forward(fast, parts))
+            for slab in slabs:
+                slab.rewind(slab.length - 1)
+            worst = max(worst, _relative_difference(ours, np.concatenate(forward(plain, parts))))
+        assert worst < 0.03, (dtype, kv_dtype, worst)
+        said.append(f"{dtype} {kv_dtype} {worst:.4f}")
+    return "rms logit difference relative to their spread: " + ", ".join(said)
+
+
+def windows_larger_than_shared_memory_are_read_in_turns() -> str:
+    """Single tokens that see more keys than the blocks of the step can hold at once, against Triton's kernels."""
+    shape = SlabShape(recent=24_000, max_pin=16, prefill_chunk=48, rewind_tokens=64)
+    said = []
+    for dtype in ("bfloat16", "fp8"):
+        engine = cuda_engine("large", dtype, shape=shape)
+        fused = engine._decoder._fused
+        assert fused is not None
+        slab = SlabPool(2, shape).acquire(16)
+        for length in (12_000, 24_010, 100_000):
+            slab.reset()
+            slab.adopt(length=length, lowest=max(16, length - shape.recent))
+            with torch.inference_mode():
+                engine._slabs.keys.normal_()
+                engine._slabs.values.normal_()
+            found = []
+            for engine._decoder._fused in (fused, None):
+                found.append(forward(engine, [(slab, [5])])[0])
+                slab.rewind(length)
+                engine._forwards.clear()
+            worst = _relative_difference(*found)
+            assert worst < 0.03, (dtype, length, worst)
+            said.append(f"{dtype} {length:,}: {worst:.4f}")
+    return "rms logit difference relative to their spread: " + ", ".join(said)
+
+
+def kernels_that_do_not_work_here_are_not_used() -> str:
+    """Nor are those that were not chosen. Nothing of one that cannot be compiled or is wrong stays in the slabs."""
+
+    def wrong(self: FusedStep, x: object, rotations: object, places: object, logits: torch.Tensor) -> torch.Tensor:
+        return logits.normal_()
+
+    def missing() -> None:
+        raise RuntimeError("NVRTC was not found")
+
+    assert cuda_engine("large", "bfloat16")._decoder._fused is not None
+    with mock.patch.dict(os.environ, {module.CHOICE: module.TRITON}):
+        assert cuda_engine("large", "bfloat16")._decoder._fused is None
+    for broken in (mock.patch.object(FusedStep, "forward", wrong), mock.patch.object(module, "_nvrtc", missing)):
+        with broken:
+            engine = cuda_engine("large", "bfloat16")
+        assert engine._decoder._fused is None
+        assert not bool(engine._slabs.keys.any() or engine._slabs.values.any())
+    tokens = some_tokens(60)
+    plain = run_chunks(engine, SlabPool(2, SHAPE).acquire(4), tokens, [40, *[1] * 20])
+    fast = run_chunks(cuda_engine("large", "bfloat16"), SlabPool(2, SHAPE).acquire(4), tokens, [40, *[1] * 20])
+    assert _relative_difference(fast, plain) < 0.03
+    return "Triton's kernels compute in their place"
+
+
+def fp8_weights_are_the_nearest_ones() -> str:
+    weight = torch.randn(304, 256, device="cuda")
+    weight[3] = 0
+    weight[4] *= 1e-3
+    matrix = rounded(weight)
+    assert matrix.scales is not None
+    restored = matrix.values.float() * matrix.scales[:, None]
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    # Four significant bits; below 2^-6 of the range's unit the steps have one size.
+    step = torch.maximum(weight.abs() / 16, largest / LARGEST * 2**-10)
+    assert bool(((restored - weight).abs() <= step * 1.0001).all())
+    assert bool((restored[3] == 0).all())
+    assert bool((matrix.values.float().abs().amax(dim=1)[4:] == LARGEST).all())
+    return "within half a step of each, and every row uses the whole range"
+
+
+def an_fp8_cache_keeps_what_was_written() -> str:
+    """Prompts and single tokens write the same cells; a snapshot holds them bit for bit."""
+    engine, pool = cuda_engine("whole-groups", "bfloat16", kv_dtype="fp8", deterministic=True), SlabPool(2, SHAPE)
+    assert engine.kv_reserved_bytes == 2 * SHAPE.capacity * engine.info.kv_bytes_per_position
+    tokens = some_tokens(150)
+    first, second = pool.acquire(4), pool.acquire(4)
+    run_chunks(engine, first, tokens, [48])
+    run_chunks(engine, second, tokens, [1, 7])
+    kept = engine.read_slab(first, first.intact())
+    for ours, theirs in zip(kept, engine.read_slab(second, second.intact()), strict=True):
+        assert np.array_equal(ours, theirs)
+    engine.clear_slab(second)
+    engine.write_slab(second, second.intact(), kept)
+    more = some_tokens(30, 5)
+    assert np.array_equal(run_chunks(engine, first, more, [5]), run_chunks(engine, second, more, [5]))
+    return f"{engine.info.kv_bytes_per_position} bytes a position"
 
 
 def deterministic_logits_are_bitwise_the_same() -> str:
     """One history, in single tokens, drafts, chunks, and among many neighbours."""
-    for family, dtypes in (("qwen3", ("float32", "bfloat16")), ("mistral", ("float32",)), ("whole-groups", ("int8",))):
+    for family, dtypes in (("qwen3", ("float32", "bfloat16")), ("mistral", ("float32",)), ("whole-groups", ("fp8",))):
         for dtype in dtypes:
             engine = cuda_engine(family, dtype, num_slabs=MANY, deterministic=True)
             assert engine.info.row_invariant
@@ -149,7 +308,7 @@ def deterministic_logits_are_bitwise_the_same() -> str:
             for num_rows, num_tokens in ((8, 1), (MANY, 1), (8, 8), (5, 3), (3, 40)):
                 ours = _beside_others(engine, tokens, num_rows, num_tokens)
                 assert np.array_equal(ours, truth), (family, dtype, num_rows, num_tokens)
-    return "n of 1, 2, 5, 8, 20, 48; batches of 1, 3, 5, 8, 64; fp32, bf16, int8"
+    return "n of 1, 2, 5, 8, 20, 48; batches of 1, 3, 5, 8, 64; fp32, bf16, fp8"
 
 
 def _beside_others(engine: CudaEngine, tokens: list[int], num_rows: int, num_tokens: int) -> Array:
@@ -297,7 +456,7 @@ def cuda_slabs_take_the_memory_they_say() -> str:
 
 def swapped_cuda_weights_are_those_of_a_fresh_engine() -> str:
     """Bit for bit, at the addresses that the graphs were recorded with, and in no more memory after many swaps."""
-    cases = (("qwen2", "float32"), ("qwen2", "bfloat16"), ("mistral", "bfloat16"), ("whole-groups", "int8"))
+    cases = (("qwen2", "float32"), ("qwen2", "bfloat16"), ("mistral", "bfloat16"), ("whole-groups", "fp8"))
     for family, dtype in cases:
         old = _model(family).state_dict()
         new = {name: tensor * 1.1 + 0.01 for name, tensor in old.items()}
@@ -316,7 +475,7 @@ def swapped_cuda_weights_are_those_of_a_fresh_engine() -> str:
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == allocated, (family, dtype)
         assert difference(_logits_by_graphs(engine), _logits_by_graphs(fresh)) == 0, (family, dtype)
-    return "fp32, bf16, int8: the same bits and addresses, no memory after 20 more swaps"
+    return "fp32, bf16, fp8: the same bits and addresses, no memory after 20 more swaps"
 
 
 def swap(engine: CudaEngine, state: dict[str, torch.Tensor]) -> None:
@@ -344,7 +503,12 @@ CUDA_CHECKS = (
     the_cuda_engine_equals_the_dense_oracle,
     rows_of_a_cuda_batch_keep_to_themselves,
     cuda_dtypes_stay_near_fp32,
-    int8_weights_are_the_same_bits_as_on_the_host,
+    fp8_weights_are_the_nearest_ones,
+    fp8_weights_are_multiplied_as_they_are,
+    kernels_in_cuda_cpp_compute_what_the_others_do,
+    windows_larger_than_shared_memory_are_read_in_turns,
+    kernels_that_do_not_work_here_are_not_used,
+    an_fp8_cache_keeps_what_was_written,
     deterministic_logits_are_bitwise_the_same,
     a_burst_draws_what_single_steps_draw,
     a_warm_engine_answers_at_once_and_the_same,

@@ -6,7 +6,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 SOURCE = REPOSITORY / "src" / "holdfast"
 TEXT = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
-SUFFIXES = {".py", ".cpp", ".h", ".js", ".css", ".html"}
+SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".js", ".css", ".html"}
 
 
 def source_files() -> set[str]:
@@ -39,7 +39,7 @@ def test_every_source_file_is_listed_once() -> None:
 def test_every_file_named_in_the_walks_and_the_table_of_changes_exists() -> None:
     names = {name for path in source_files() for name in (path, path.rpartition("/")[2])}
     text = section("Walks") + section("To change something")
-    named = re.findall(r"`([\w/]+\.(?:py|cpp|h))`", text)
+    named = re.findall(r"`([\w/]+\.(?:py|cpp|h|cu))`", text)
     assert len(named) > 60
     assert [name for name in named if name not in names and not (REPOSITORY / name).exists()] == []
 

@@ -38,6 +38,7 @@ from holdfast.cli.machine import CudaDevice, DataDirectory, Library, Memory, fin
 from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
 from holdfast.config import EngineConfig
 from holdfast.engine.factory import build_engine
+from holdfast.engine.interface import engine_info
 from holdfast.engine.native import NativeEngine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine
@@ -300,6 +301,36 @@ def test_the_sizes_are_those_of_the_engine(default_source: GGUFSource, dtype: st
     assert 2 * sizes.slab_bytes(engine.shape) == engine.kv_reserved_bytes
     held = sum(array.nbytes for array in engine.arrays.values() if array.ndim == 2)
     assert weight_bytes(arch, dtype, "cpu", is_native=True) == held
+
+
+def test_fp8_halves_the_weights_of_layers_and_the_cache(default_source: GGUFSource) -> None:
+    arch = default_source.architecture
+    shape = SlabShape(recent=64, max_pin=16)
+    plain, small = (
+        engine_info("m", arch, digest="d", dtype="fp8", shape=shape, kv_dtype=kv_dtype) for kv_dtype in ("auto", "fp8")
+    )
+    assert plain.kv_bytes_per_position == token_bytes(arch, "fp8") == 23_040
+    assert small.kv_bytes_per_position == token_bytes(arch, "fp8", "fp8") == 23_040 // 2 + 2 * 30 * 3 * 2
+    assert plain.fingerprint != small.fingerprint  # a snapshot of one does not fit the other
+    embedding = arch.vocab_size * arch.hidden_size
+    assert weight_bytes(arch, "fp8", "cuda") == arch.num_parameters + embedding
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dtype": "fp8", "device": "cpu"}, "--dtype fp8 needs a CUDA device; on the CPU leave it out"),
+        ({"kv_dtype": "fp8", "device": "cpu"}, "--kv-dtype fp8 needs a CUDA device; on the CPU leave it out"),
+        (
+            {"dtype": "int8", "device": "cuda"},
+            "dtype int8 is for the CPU; with --device cuda use --dtype fp8 or bfloat16",
+        ),
+        ({"dtype": "fp8", "device": "mlx"}, "device mlx does not support dtype fp8; use --device cpu"),
+    ],
+)
+def test_a_dtype_of_another_device_is_refused(default_source: GGUFSource, settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        build_engine(default_source, EngineConfig(**settings))
 
 
 def test_the_sizes_are_those_of_torch_too(default_engine: TorchEngine) -> None:

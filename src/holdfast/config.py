@@ -248,8 +248,15 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         "data type of the weights; auto: int8 on the native CPU engine, otherwise bfloat16; int4 (native CPU engine): "
-        "four-bit weights of a GGUF file as they are, weights that are not quantised rounded to four bits, others int8",
-        choices=("auto", "float32", "bfloat16", "int8", "int4"),
+        "four-bit weights of a GGUF file as they are, weights that are not quantised rounded to four bits, others int8"
+        "; fp8: CUDA, Ada and newer",
+        choices=("auto", "float32", "bfloat16", "int8", "int4", "fp8"),
+    )
+    kv_dtype: str = option(
+        "auto",
+        "data type of cached keys and values; auto: float32 with float32 weights, otherwise bfloat16; fp8 (CUDA, Ada "
+        "and newer): half the memory for each session",
+        choices=("auto", "fp8"),
     )
     deterministic: bool = option(False, "bit-identical results for a session, whatever else is in the batch")
     threads: int = option(0, "compute threads on the CPU; 0: one per core")
@@ -344,7 +351,7 @@ _KEYS = {field.name for cls in GROUPS for field in dataclasses.fields(cls)}
 VARIABLES = {  # every environment variable of ours: one for each setting, and those that are no settings
     *(ENVIRONMENT_PREFIX + key.upper() for key in _KEYS),
     *("HOLDFAST_API_KEY", "HOLDFAST_SERVER"),
-    "HOLDFAST_NATIVE",
+    *("HOLDFAST_NATIVE", "HOLDFAST_CUDA"),
     *("HOLDFAST_CONFORMANCE_SERVER", "HOLDFAST_REQUIRE_CONFORMANCE", "HOLDFAST_TEST_VLLM"),
     *("HOLDFAST_TEST_SGLANG", "HOLDFAST_TEST_POSTGRES"),
 }

@@ -32,10 +32,11 @@ WINDOW, SINK, CHUNK = 2048, 4, 256
 HISTORIES = (WINDOW + SINK, 100_000)
 STEPS = 64
 SHAPE = SlabShape(recent=WINDOW, max_pin=512, prefill_chunk=CHUNK, rewind_tokens=0)
-_CONTESTANTS = {  # dtype, and whether it is deterministic
-    "bfloat16": ("bfloat16", False),
-    "int8": ("int8", False),
-    "bfloat16 deterministic": ("bfloat16", True),
+_CONTESTANTS: dict[str, dict[str, Any]] = {  # how the engine is made
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "fp8"},
+    "fp8, cache too": {"dtype": "fp8", "kv_dtype": "fp8"},
+    "bfloat16 deterministic": {"dtype": "bfloat16", "deterministic": True},
 }
 _SIZES = {  # hidden size, intermediate size, layers, heads, whether the embeddings are tied
     "0.6B": (1024, 3072, 28, 16, True),
@@ -55,7 +56,7 @@ class DeviceRate:
     low: float
     high: float
     limit_share: float  # of (weights + keys and values) / bandwidth
-    ratio: float  # to the faster transformers, in this run
+    ratio: float | None  # to the faster transformers, in this run
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -163,7 +164,7 @@ class TransformersPeer:
 class CudaContestant:
     """Our engine: sessions with a full window, all decoding at once."""
 
-    def __init__(self, name: str, model: Any, dtype: str, num_slabs: int, *, deterministic: bool = False) -> None:
+    def __init__(self, name: str, model: Any, num_slabs: int, **options: Any) -> None:
         self.name = name
         arch = from_hf_config(model.config.to_dict())
         self._engine = CudaEngine(
@@ -173,8 +174,7 @@ class CudaContestant:
             digest=name,
             num_slabs=num_slabs,
             shape=SHAPE,
-            dtype=dtype,
-            deterministic=deterministic,
+            **options,
         )
         pool = SlabPool(num_slabs, SHAPE)
         self._slabs = [pool.acquire(SINK) for _ in range(num_slabs)]
@@ -267,24 +267,23 @@ def make_peers(model: Any, batch: int) -> list[TransformersPeer]:
 
 
 def measure(
-    size: str, contestants: Sequence[str], batches: Sequence[int], *, rounds: int, bytes_per_s: float
+    size: str, contestants: Sequence[str], batches: Sequence[int], *, rounds: int, bytes_per_s: float, is_alone: bool
 ) -> dict[str, Any]:
     """Everything about one model size. Prints as it goes. The peers run beside the first; ratios are to the faster."""
     model = make_model(size)
     result: dict[str, Any] = {"decode": [], "prefill": {}, "profiles": {}, "notes": {}}
     theirs: dict[int, float] = {}
     for name in contestants:
-        dtype, deterministic = _CONTESTANTS[name]
-        ours = CudaContestant(name, model, dtype, max(batches), deterministic=deterministic)
+        ours = CudaContestant(name, model, max(batches), **_CONTESTANTS[name])
         result["notes"][f"logits off transformers, {name}"] = _agreement(ours, model)
         result["prefill"][name] = ours.prefill()
         for batch in batches:
-            peers = [] if batch in theirs else make_peers(model, batch)
+            peers = [] if batch in theirs or is_alone else make_peers(model, batch)
             rates = decode_rates(ours, peers, batch, rounds)
             if peers:
                 theirs[batch] = max(summarize(rates[peer.name, WINDOW]).median for peer in peers)
                 result["notes"][f"transformers eager, batch {batch}"] = peers[0].eager_rate()
-                result["profiles"][f"batch {batch}"] = profile(ours, batch)
+            result["profiles"][f"{name}, batch {batch}"] = profile(ours, batch)
             for (contestant, history), values in rates.items():
                 found = summarize(values)
                 rate = DeviceRate(
@@ -296,7 +295,7 @@ def measure(
                     low=found.low,
                     high=found.high,
                     limit_share=ours.limit_s(batch, bytes_per_s) * found.median / batch,
-                    ratio=found.median / theirs[batch],
+                    ratio=None if is_alone else found.median / theirs[batch],
                 )
                 result["decode"].append(asdict(rate))
                 _print_rate(rate)
@@ -324,9 +323,10 @@ def _agreement(ours: CudaContestant, model: Any) -> dict[str, float]:
 
 
 def _print_rate(rate: DeviceRate) -> None:
+    ratio = "" if rate.ratio is None else f"{rate.ratio:5.2f}x "
     print(
         f"{rate.model:5} {rate.contestant:24} batch {rate.batch:3} history {rate.history:7,}: "
-        f"{rate.tokens_per_s:9,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}) {rate.ratio:5.2f}x "
+        f"{rate.tokens_per_s:9,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}) {ratio}"
         f"{100 * rate.limit_share:3.0f}% of the limit",
         flush=True,
     )
@@ -336,7 +336,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="0.6B,8B")
     parser.add_argument("--batches", default="1,8,64")
-    parser.add_argument("--contestants", default=",".join(_CONTESTANTS))
+    parser.add_argument("--contestants", default=";".join(_CONTESTANTS))
+    parser.add_argument("--alone", action="store_true", help="without transformers, which takes minutes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
@@ -350,7 +351,12 @@ def main() -> int:
     result |= {"versions": machine.versions(), "commit": machine.commit(), "window": WINDOW, "steps": STEPS}
     for size in options.sizes.split(","):
         result[size] = measure(
-            size, options.contestants.split(","), batches, rounds=options.rounds, bytes_per_s=bytes_per_s
+            size,
+            options.contestants.split(";"),
+            batches,
+            rounds=options.rounds,
+            bytes_per_s=bytes_per_s,
+            is_alone=options.alone,
         )
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))

@@ -24,7 +24,7 @@ from holdfast.bench.runner import Chart, Scenario, command_of
 from holdfast.bench.turn_series import TurnMeasurement, aggregate_run, in_buckets, turns_of, unit_of
 from holdfast.chat.chat_model import load_chat
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, option
-from holdfast.engine.factory import has_exact_engine
+from holdfast.engine.factory import device_of, has_exact_engine, resolved_dtype
 from holdfast.errors import ConfigError
 from holdfast.models import open_model
 
@@ -83,12 +83,14 @@ class LongSessionSettings:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the engine of the server can be told to be deterministic, and has int8 weights."""
+        """Whether the engine of the server can be told to be deterministic."""
         return has_exact_engine(open_model(self.model), EngineConfig(device=self.device))
 
     @property
     def served_dtype(self) -> str:
-        return self.dtype if self.dtype != "auto" else "int8" if self.is_exact else "bfloat16"
+        return resolved_dtype(
+            self.dtype, open_model(self.model).architecture, device_of(EngineConfig(device=self.device))
+        )
 
     def server_flags(self) -> list[str]:
         recall = ["--recall-tokens", str(self.recall_tokens)] if self.recall_tokens else []

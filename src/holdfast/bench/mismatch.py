@@ -89,7 +89,8 @@ async def _measure(settings: MismatchSettings, results: Results) -> None:
 def contestants(source: ModelSource, settings: MismatchSettings) -> Iterator[tuple[str, EngineConfig]]:
     """What this machine's engine can compute with."""
     is_exact = has_exact_engine(source, EngineConfig(device=settings.device))
-    for dtype in _DTYPES if is_exact else _DTYPES[:2]:
+    has_int8 = is_exact and device_of(EngineConfig(device=settings.device)) == "cpu"
+    for dtype in _DTYPES if has_int8 else _DTYPES[:2]:
         for is_deterministic in (False, True) if is_exact else (False,):
             yield (
                 f"{dtype}{'_deterministic' if is_deterministic else ''}",

@@ -54,7 +54,9 @@ class ModelFacts:
         dtype = factory.resolved_dtype(config.dtype, self.architecture, device)
         arch, is_native = self.architecture, device == "cpu" and factory.is_native(self.architecture, dtype)
         weights = self.file_bytes if self.is_quantised else weight_bytes(arch, dtype, device, is_native=is_native)
-        sizes = Sizes(weight_bytes=weights, token_bytes=token_bytes(arch, dtype), memory_bytes=memory_bytes)
+        sizes = Sizes(
+            weight_bytes=weights, token_bytes=token_bytes(arch, dtype, config.kv_dtype), memory_bytes=memory_bytes
+        )
         if config.proposer != "draft_model" or not config.draft_model:
             return sizes
         small = replace(factory.draft_config(config), proposer="none")

@@ -14,8 +14,9 @@ from holdfast.engine.slab import SlabShape
 from holdfast.errors import ModelError
 from holdfast.models import BUNDLED, Architecture, hub, open_model, pull
 
-VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; with int8 weights the cache is bfloat16
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; with weights of fewer bits the cache is bfloat16
 WINDOWS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+_KV_SCALE_BYTES = 2  # of a head's key or value in fp8
 RUNTIME_BYTES = 600_000_000  # interpreter, libraries, activations of one step
 _INT8_WEIGHT_BYTES = 34 / 32  # including its share of the scale
 _INT4_WEIGHT_BYTES = 20 / 32  # including its share of scale and offset
@@ -156,9 +157,11 @@ class WindowRow:
     num_fitting: int | None
 
 
-def token_bytes(arch: Architecture, dtype: str) -> int:
+def token_bytes(arch: Architecture, dtype: str, kv_dtype: str = "auto") -> int:
     """Keys and values of one token in all layers."""
-    return arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim * VALUE_BYTES.get(dtype, VALUE_BYTES["bfloat16"])
+    plain = arch.head_dim * VALUE_BYTES.get(dtype, VALUE_BYTES["bfloat16"])
+    head = arch.head_dim + _KV_SCALE_BYTES if kv_dtype == "fp8" else plain
+    return arch.num_layers * 2 * arch.num_kv_heads * head
 
 
 def weight_bytes(arch: Architecture, dtype: str, device: str, *, is_native: bool = False) -> int:
@@ -166,6 +169,9 @@ def weight_bytes(arch: Architecture, dtype: str, device: str, *, is_native: bool
     if dtype == "int8":
         return round(arch.num_parameters * _INT8_WEIGHT_BYTES)
     num_head = arch.vocab_size * arch.hidden_size
+    if dtype == "fp8":  # embedding and head are bfloat16
+        num_plain = num_head * (1 if arch.has_tied_embeddings else 2)
+        return arch.num_parameters - num_plain + num_plain * VALUE_BYTES["bfloat16"]
     if dtype == "int4":  # embedding and head have eight bits
         num_eight = num_head * (1 if arch.has_tied_embeddings else 2)
         return round(num_eight * _INT8_WEIGHT_BYTES + (arch.num_parameters - num_eight) * _INT4_WEIGHT_BYTES)

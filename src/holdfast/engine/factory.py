@@ -80,7 +80,7 @@ def resolved_dtype(asked: str, arch: Architecture, device: str) -> str:
 
 
 def has_exact_engine(source: ModelSource, config: EngineConfig) -> bool:
-    """Whether the engine has int8 weights and `--deterministic`: only the native and the Triton engine do."""
+    """Whether the engine has `--deterministic`: only the native and the Triton engine do."""
     device = device_of(config)
     if device == "cuda":
         return importlib.util.find_spec("triton") is not None and _has_cuda()
@@ -95,6 +95,9 @@ def is_native(arch: Architecture, dtype: str) -> bool:
 def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
     """The native engine; torch where it was not built or cannot compute the model."""
     dtype = resolved_dtype(config.dtype, source.architecture, "cpu")
+    if "fp8" in (dtype, config.kv_dtype):
+        flag = "--dtype" if dtype == "fp8" else "--kv-dtype"
+        raise ConfigError(f"{flag} fp8 needs a CUDA device; on the CPU leave it out")
     if is_native(source.architecture, dtype):
         return native.load_engine(
             source,
@@ -112,13 +115,18 @@ def _on_cpu(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
 def _on_cuda(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engine:
     """The engine with Triton kernels; torch where Triton is not installed."""
     dtype = resolved_dtype(config.dtype, source.architecture, "cuda")
-    if dtype == "int4":
-        raise ConfigError("dtype int4 is for the CPU; with --device cuda use --dtype int8")
+    if dtype in ("int8", "int4"):
+        raise ConfigError(f"dtype {dtype} is for the CPU; with --device cuda use --dtype fp8 or bfloat16")
     if importlib.util.find_spec("triton") and _has_cuda():
         from holdfast.engine.cuda import load_engine
 
         return load_engine(
-            source, num_slabs=config.sessions, shape=shape, dtype=dtype, deterministic=config.deterministic
+            source,
+            num_slabs=config.sessions,
+            shape=shape,
+            dtype=dtype,
+            kv_dtype=config.kv_dtype,
+            deterministic=config.deterministic,
         )
     if setting := _special_setting(dtype, config):
         raise ConfigError(f"on CUDA {setting} needs Triton: pip install triton")
@@ -146,9 +154,11 @@ def _on_mlx(source: ModelSource, config: EngineConfig, shape: SlabShape) -> Engi
 
 
 def _special_setting(dtype: str, config: EngineConfig) -> str | None:
-    """The setting that only the native and the Triton engine support, if there is one."""
-    if dtype in ("int8", "int4"):
+    """The setting that only the native or the Triton engine supports, if there is one."""
+    if dtype in ("int8", "int4", "fp8"):
         return f"dtype {dtype}"
+    if config.kv_dtype != "auto":
+        return f"--kv-dtype {config.kv_dtype}"
     return "--deterministic" if config.deterministic else None
 
 

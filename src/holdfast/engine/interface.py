@@ -23,8 +23,9 @@ from holdfast.models import Architecture
 Logits = Any  # an implementation's own array of shape [sum of num_logits, vocabulary]
 
 # By the dtype of the weights.
-_CACHE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
-_ITEMSIZES = {"float32": 4, "bfloat16": 2}
+_CACHE_DTYPES = {"float32": "float32"} | dict.fromkeys(("bfloat16", "fp8", "int8", "int4"), "bfloat16")
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "fp8": 1}
+_SCALE_BYTES = 2  # of a head's key or value in an fp8 cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class EngineInfo:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    kv_dtype: str  # "float32" or "bfloat16"
+    kv_dtype: str  # "float32", "bfloat16" or "fp8"
     kv_itemsize: int
     fingerprint: str  # of weights, dtype and rotary settings; snapshots fit only engines with the same one
     dtype: str = "float32"  # of the weights
@@ -46,7 +47,12 @@ class EngineInfo:
 
     @property
     def kv_bytes_per_position(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_itemsize
+        return self.num_layers * 2 * self.num_kv_heads * self.kv_width * self.kv_itemsize
+
+    @property
+    def kv_width(self) -> int:
+        """How many items a head's key or value takes in the cache: its elements, and the bytes of its scale in fp8."""
+        return self.head_dim + (_SCALE_BYTES if self.kv_dtype == "fp8" else 0)
 
 
 def engine_info(
@@ -56,6 +62,7 @@ def engine_info(
     digest: str,
     dtype: str,
     shape: SlabShape,
+    kv_dtype: str = "auto",
     row_invariant: bool = False,
     row_cost: float = 0.25,
 ) -> EngineInfo:
@@ -65,6 +72,7 @@ def engine_info(
     """
     if dtype not in _CACHE_DTYPES:
         raise InvalidArgument(f"dtype {dtype!r} is not supported; choose one of {', '.join(_CACHE_DTYPES)}")
+    kv_dtype = _CACHE_DTYPES[dtype] if kv_dtype == "auto" else kv_dtype
     if shape.max_pin + shape.recent > arch.context:
         most = arch.context - shape.max_pin
         raise InvalidArgument(
@@ -72,6 +80,8 @@ def engine_info(
             f"context of {arch.context}; lower {f'recent to {most} or less' if most > 0 else 'max_pin'}"
         )
     facts = [digest, dtype, arch.family, arch.norm_epsilon, arch.inverse_frequencies]
+    if kv_dtype != _CACHE_DTYPES[dtype]:
+        facts.append(kv_dtype)
     return EngineInfo(
         name=name,
         vocab_size=arch.vocab_size,
@@ -79,8 +89,8 @@ def engine_info(
         num_layers=arch.num_layers,
         num_kv_heads=arch.num_kv_heads,
         head_dim=arch.head_dim,
-        kv_dtype=_CACHE_DTYPES[dtype],
-        kv_itemsize=_ITEMSIZES[_CACHE_DTYPES[dtype]],
+        kv_dtype=kv_dtype,
+        kv_itemsize=_ITEMSIZES[kv_dtype],
         fingerprint=hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(),
         dtype=dtype,
         row_invariant=row_invariant,
@@ -97,7 +107,7 @@ class Row(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """Cached keys and values, as raw bits: [layers, kv_heads, positions, head_dim] each."""
+    """Cached keys and values, as raw bits: [layers, kv_heads, positions, kv_width] each."""
 
     keys: NDArray[np.generic]
     values: NDArray[np.generic]

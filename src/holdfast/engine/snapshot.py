@@ -95,7 +95,7 @@ def _flaw(snapshot: Snapshot, info: EngineInfo) -> str | None:
     if not min(header.sink, header.length) <= header.lowest <= header.length:
         return f"it begins at position {header.lowest} and ends at {header.length}"
     num_positions = min(header.sink, header.length) + header.length - header.lowest
-    expected = (info.num_layers, info.num_kv_heads, num_positions, info.head_dim)
+    expected = (info.num_layers, info.num_kv_heads, num_positions, info.kv_width)
     for name, part in snapshot.kv._asdict().items():
         if part.shape != expected or part.dtype.itemsize != info.kv_itemsize:
             return f"its {name} have shape {part.shape} and dtype {part.dtype}, expected shape {expected}"

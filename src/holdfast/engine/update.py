@@ -26,7 +26,7 @@ _COMPUTED = ".rotary_emb.inv_freq"  # in old files; the engine computes these it
 _PIECE = 1 << 18  # values that are looked at together: they stay in the cache of a core
 # The largest value that each dtype of an engine can hold: int8 has half-precision scales of 127 steps, and int4
 # half-precision offsets.
-_LARGEST = {"float32": 3.4e38, "bfloat16": 3.38e38, "int8": 127 * 65000.0, "int4": 65000.0}
+_LARGEST = {"float32": 3.4e38, "bfloat16": 3.38e38, "fp8": 3.38e38, "int8": 127 * 65000.0, "int4": 65000.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

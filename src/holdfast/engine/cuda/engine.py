@@ -18,11 +18,12 @@ from holdfast.engine.cuda.graphs import (
     prompt_bucket,
     rounded,
 )
+from holdfast.engine.cuda.slabs import CudaSlabs, Fp8Slabs
 from holdfast.engine.cuda.weights import load_cuda_weights, overwrite
 from holdfast.engine.interface import Row, engine_info
 from holdfast.engine.sampling import Pick
 from holdfast.engine.slab import SlabShape
-from holdfast.engine.torch.engine import TensorEngine, require_cuda
+from holdfast.engine.torch.engine import DTYPES, TensorEngine, require_cuda
 from holdfast.engine.torch.weights import TensorReader, from_numpy, tensor_places
 from holdfast.engine.weights import decoder_shapes, open_weights
 from holdfast.errors import InvalidArgument, NonFiniteLogits
@@ -30,11 +31,14 @@ from holdfast.generation import Sampled
 from holdfast.models import Architecture, ModelSource
 
 _MAX_BURST = 8  # reading the results costs little beside this many steps, and a new request waits no longer than them
+_FP8_CAPABILITY = (8, 9)
 _ROW_COST = 0.1  # eight tokens of a row take 1.7 times as long as one at 0.6B, 1.2 times at 8B
 
 
 class CudaEngine(TensorEngine):
     """A decoder and its slabs on one CUDA device. Graphs are recorded when a bucket is first met."""
+
+    _slabs: CudaSlabs
 
     def __init__(
         self,
@@ -46,23 +50,38 @@ class CudaEngine(TensorEngine):
         num_slabs: int,
         shape: SlabShape,
         dtype: str = "bfloat16",
+        kv_dtype: str = "auto",
         device: str = "cuda",
         deterministic: bool = False,
     ) -> None:
         info = engine_info(
-            name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=deterministic, row_cost=_ROW_COST
+            name,
+            arch,
+            digest=digest,
+            dtype=dtype,
+            shape=shape,
+            kv_dtype=kv_dtype,
+            row_invariant=deterministic,
+            row_cost=_ROW_COST,
         )
         place = torch.device(device)
+        if "fp8" in (info.dtype, info.kv_dtype):
+            _require_fp8(place)
         with torch.inference_mode():
             weights = load_cuda_weights(reader, arch, dtype=dtype, device=place)
             super().__init__(info, shape=shape, num_slabs=num_slabs, device=place)
         self._shapes, self._places = decoder_shapes(arch), tensor_places(weights, arch)
-        self._bias_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32  # to which biases are rounded
+        self._bias_dtype = torch.float32 if dtype == "float32" else torch.bfloat16  # to which biases are rounded
         self._decoder = CudaDecoder(arch, weights, self._slabs, shape, deterministic=deterministic)
         self._pool = GraphPool(self._device)
         self._forwards: dict[Bucket, BucketForward] = {}
         self._prompts: dict[int, PromptForward] = {}
         self._bursts: dict[tuple[int, bool], Burst] = {}
+
+    def _new_slabs(self, cells: tuple[int, int, int, int, int]) -> CudaSlabs:
+        if self.info.kv_dtype == "fp8":
+            return Fp8Slabs(cells, self._device)
+        return CudaSlabs(cells, DTYPES[self.info.kv_dtype], self._device)
 
     @property
     def weight_bytes_per_step(self) -> int:
@@ -151,12 +170,19 @@ class CudaEngine(TensorEngine):
         return self._bursts[key]
 
 
+def _require_fp8(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise InvalidArgument(f"fp8 needs a GPU of compute capability 8.9 or higher, and {name} has less; use bfloat16")
+
+
 def load_engine(
     source: ModelSource,
     *,
     num_slabs: int,
     shape: SlabShape,
     dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
     deterministic: bool = False,
 ) -> CudaEngine:
     """The engine for a model on disk, ready for its first request. Blocks for seconds."""
@@ -169,6 +195,7 @@ def load_engine(
         num_slabs=num_slabs,
         shape=shape,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         deterministic=deterministic,
     )
     engine.warm_up()

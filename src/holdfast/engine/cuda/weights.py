@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 
 from holdfast.engine.torch.weights import DecoderWeights, LayerWeights, TensorReader, WeightLoader
-from holdfast.engine.weights import GROUP, check_groups
+from holdfast.errors import ModelError
 from holdfast.models import Architecture
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of its values
+_UNIT = 16  # library products of fp8 take numbers of rows and columns that are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """[out, in] weights; int8 weights come with the float16 scales of their groups, [out, in / 32]."""
+    """[out, in] weights; those in fp8 come with a float32 scale for each output, [out]."""
 
     values: Tensor
     scales: Tensor | None = None
@@ -31,7 +35,7 @@ CudaLayer = LayerWeights[Matrix]
 
 @dataclass(frozen=True, slots=True)
 class CudaWeights(DecoderWeights[Matrix]):
-    """The embedding is never int8: a lookup reads only one row."""
+    """Embedding and head are never fp8: a lookup reads only one row, and an error of the head is one of the logits."""
 
     @property
     def num_bytes_per_step(self) -> int:
@@ -40,25 +44,22 @@ class CudaWeights(DecoderWeights[Matrix]):
 
 
 def load_cuda_weights(reader: TensorReader, arch: Architecture, *, dtype: str, device: torch.device) -> CudaWeights:
-    """All weights on `device`. int8 is quantised there from float32, one layer at a time."""
-    is_int8 = dtype == "int8"
+    """All weights on `device`. fp8 is rounded there from float32, one layer at a time."""
+    is_fp8 = dtype == "fp8"
     plain = torch.float32 if dtype == "float32" else torch.bfloat16
-    loader = WeightLoader(reader, arch, dtype=torch.float32 if is_int8 else plain, device=device)
-    embedding = WeightLoader(reader, arch, dtype=plain, device=device).embedding()
-
-    def matrix(weight: Tensor) -> Matrix:
-        return quantised(weight) if is_int8 else Matrix(weight)
+    loader = WeightLoader(reader, arch, dtype=plain, device=device)
+    layers = WeightLoader(reader, arch, dtype=torch.float32, device=device) if is_fp8 else loader
+    embedding = loader.embedding()
 
     def layer(index: int) -> CudaLayer:
-        read = loader.layer(index).converted(matrix)
-        return replace(read, qkv_bias=None if read.qkv_bias is None else read.qkv_bias.float())
+        read = layers.layer(index).converted(rounded if is_fp8 else Matrix)
+        return replace(read, qkv_bias=None if read.qkv_bias is None else read.qkv_bias.to(plain).float())
 
-    is_shared = arch.has_tied_embeddings and not is_int8
     return CudaWeights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(arch.num_layers)),
         norm=loader.norm(),
-        head=Matrix(embedding) if is_shared else matrix(loader.head()),
+        head=Matrix(embedding if arch.has_tied_embeddings else loader.head()),
     )
 
 
@@ -70,18 +71,21 @@ def overwrite(held: Tensor | Matrix, first: int, tensor: Tensor) -> None:
     elif held.scales is None:
         held.values[rows].copy_(tensor)
     else:
-        fresh = quantised(tensor.to(held.values.device))
+        fresh = rounded(tensor.to(held.values.device))
         assert fresh.scales is not None
         held.values[rows].copy_(fresh.values)
         held.scales[rows].copy_(fresh.scales)
 
 
-def quantised(weight: Tensor) -> Matrix:
-    """The same bits as `engine.weights.quantise` gives on the host."""
-    rows, columns = weight.shape
-    check_groups(columns)
-    groups = weight.float().view(rows, -1, GROUP)
-    scales = groups.abs().amax(dim=2) / 127.0
-    inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
-    values = torch.round(groups * inverse[:, :, None]).to(torch.int8).view(rows, columns)
-    return Matrix(values, scales.half())
+def rounded(weight: Tensor) -> Matrix:
+    """In fp8 (e4m3), every row scaled so that its largest weight is the largest number of that type."""
+    if weight.shape[0] % _UNIT or weight.shape[1] % _UNIT:
+        sizes = " x ".join(map(str, weight.shape))
+        raise ModelError(
+            f"dtype fp8 needs matrices whose sizes are multiples of {_UNIT}, and this model has one of {sizes}; "
+            "use --dtype bfloat16"
+        )
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1) / LARGEST
+    inverse = torch.where(scales > 1e-30, 1 / scales, 0.0)
+    return Matrix((weight * inverse[:, None]).clamp(-LARGEST, LARGEST).to(FP8), scales)

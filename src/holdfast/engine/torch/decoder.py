@@ -28,23 +28,27 @@ class SlabTensors:
         self.values = torch.empty(shape, dtype=dtype, device=device).zero_()
 
     @property
+    def _tensors(self) -> Sequence[Tensor]:
+        return self.keys, self.values
+
+    @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def copy(self, source: Slab, target: Slab) -> None:
-        for tensor in (self.keys, self.values):
+        for tensor in self._tensors:
             tensor[:, target.slot] = tensor[:, source.slot]
 
     def read(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
-        return KeysValues(*(_to_bits(_gather(tensor, slab, positions)) for tensor in (self.keys, self.values)))
+        return KeysValues(*(to_bits(gather(tensor, slab, positions)) for tensor in (self.keys, self.values)))
 
     def write(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
         for tensor, bits in zip((self.keys, self.values), kv, strict=True):
-            _scatter(tensor, slab, positions, torch.from_numpy(bits).view(tensor.dtype).to(tensor.device))
+            scatter(tensor, slab, positions, torch.from_numpy(bits).view(tensor.dtype).to(tensor.device))
 
     def clear(self, slab: Slab) -> None:
-        self.keys[:, slab.slot] = 0
-        self.values[:, slab.slot] = 0
+        for tensor in self._tensors:
+            tensor[:, slab.slot] = 0
 
 
 class TorchSlabAttention:
@@ -101,19 +105,19 @@ def _attend(plan: RowPlan, mask: Tensor | None, queries: tuple[Tensor, Tensor], 
     return mixed.view(heads, n, dim).transpose(0, 1)
 
 
-def _gather(tensor: Tensor, slab: Slab, positions: Sequence[range]) -> Tensor:
-    """The cells of `positions`, in order: [layers, kv_heads, positions, dim]."""
+def gather(tensor: Tensor, slab: Slab, positions: Sequence[range]) -> Tensor:
+    """The cells of `positions`, in order: [layers, kv_heads, positions, width]."""
     parts = [tensor[:, slab.slot, :, place.cells] for place in places(slab, positions)]
     return torch.cat(parts, dim=2) if parts else tensor[:, slab.slot, :, :0]
 
 
-def _scatter(tensor: Tensor, slab: Slab, positions: Sequence[range], content: Tensor) -> None:
-    """The reverse of `_gather`."""
+def scatter(tensor: Tensor, slab: Slab, positions: Sequence[range], content: Tensor) -> None:
+    """The reverse of `gather`."""
     for packed, cells in places(slab, positions):
         tensor[:, slab.slot, :, cells] = content[:, :, packed]
 
 
-def _to_bits(tensor: Tensor) -> NDArray[np.generic]:
+def to_bits(tensor: Tensor) -> NDArray[np.generic]:
     """A copy on the host, bfloat16 as 16-bit integers."""
     host = tensor.cpu()
     bits: NDArray[np.generic] = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy().copy()

@@ -26,7 +26,10 @@ class TensorEngine(Engine):
         super().__init__(info, shape=shape, num_slabs=num_slabs)
         self._device = device
         cells = (info.num_layers, num_slabs, info.num_kv_heads, shape.capacity, info.head_dim)
-        self._slabs = SlabTensors(cells, DTYPES[info.kv_dtype], device)
+        self._slabs = self._new_slabs(cells)
+
+    def _new_slabs(self, cells: tuple[int, int, int, int, int]) -> SlabTensors:
+        return SlabTensors(cells, DTYPES[self.info.kv_dtype], self._device)
 
     @property
     def kv_reserved_bytes(self) -> int:

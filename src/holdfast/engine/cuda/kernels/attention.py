@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.engine.cuda.kernels.launch import overlapped, power_of_two, take_turn
 from holdfast.engine.cuda.kernels.softmax import attend, filled_places, fresh, split_of, store_part
+from holdfast.engine.cuda.slabs import Cache
 
 Pair = tuple[Tensor, Tensor]
 Places = tuple[Tensor, Tensor, Tensor]  # each token's position, slot and sink
@@ -72,17 +73,17 @@ def _rows_of(first, count, head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: 
 
 @triton.jit
 def _attend_block(
-    query_ptr, top, norm, mixed, keys_ptr, values_ptr, first, count, head, low, high, position, sink, capacity, recent,
-    scale, IS_SINK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    query_ptr, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, first, count, head, low,
+    high, position, sink, capacity, recent, scale, IS_SINK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add a slab's keys of positions low..high, all sinks or none, to the running softmax of a block's queries."""
     at, is_live = _rows_of(first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
     query = tl.load(query_ptr + at, mask=is_live, other=0)
     positions = position + tl.arange(0, ROWS) // GROUP
     return attend(
-        query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
-        IS_SINK, DIM, DIM_BLOCK, KEYS,
+        query, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, high, positions,
+        sink, capacity, recent, scale, IS_SINK, DIM, DIM_BLOCK, KEYS,
     )  # fmt: skip
 
 
@@ -92,6 +93,8 @@ def split_attention(
     sink_query_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     positions_ptr,
     slots_ptr,
     sinks_ptr,
@@ -121,17 +124,19 @@ def split_attention(
     slot, sink, position, end, begin = _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent)
     low, high, place = split_of(split, begin, end, sink, SPLIT, NUM_SINK, NUM_PLACES)
     if (count > 0) & (low < high):
-        at = (slot * KV_HEADS + head) * capacity * DIM
+        slab = (slot * KV_HEADS + head) * capacity
         top, norm, mixed = fresh(ROWS, DIM_BLOCK)
         if split < NUM_SINK:
             top, norm, mixed = _attend_block(
-                sink_query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, low, high,
-                position, sink, capacity, recent, scale, True, HEADS, GROUP, DIM, DIM_BLOCK, ROWS, KEYS,
+                sink_query_ptr, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, first,
+                count, head, low, high, position, sink, capacity, recent, scale, True, HEADS, GROUP, DIM, DIM_BLOCK,
+                ROWS, KEYS,
             )  # fmt: skip
         else:
             top, norm, mixed = _attend_block(
-                query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, low, high,
-                position, sink, capacity, recent, scale, False, HEADS, GROUP, DIM, DIM_BLOCK, ROWS, KEYS,
+                query_ptr, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, first,
+                count, head, low, high, position, sink, capacity, recent, scale, False, HEADS, GROUP, DIM, DIM_BLOCK,
+                ROWS, KEYS,
             )  # fmt: skip
         row = tl.arange(0, ROWS)
         out = ((block * KV_HEADS + head) * NUM_PLACES + place) * SIZE * GROUP + row
@@ -186,6 +191,8 @@ def whole_attention(
     sink_query_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     positions_ptr,
     slots_ptr,
     sinks_ptr,
@@ -207,16 +214,16 @@ def whole_attention(
     first, count = tl.load(firsts_ptr + block), tl.load(counts_ptr + block)
     if count > 0:
         slot, sink, position, end, begin = _block_of(positions_ptr, slots_ptr, sinks_ptr, first, count, recent)
-        at = (slot * (HEADS // GROUP) + head) * capacity * DIM
+        slab = (slot * (HEADS // GROUP) + head) * capacity
         top, norm, mixed = fresh(ROWS, DIM_BLOCK)
         top, norm, mixed = _attend_block(
-            sink_query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, sink * 0,
-            tl.minimum(sink, end), position, sink, capacity, recent, scale, True, HEADS, GROUP, DIM, DIM_BLOCK, ROWS,
-            KEYS,
+            sink_query_ptr, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, first,
+            count, head, sink * 0, tl.minimum(sink, end), position, sink, capacity, recent, scale, True, HEADS, GROUP,
+            DIM, DIM_BLOCK, ROWS, KEYS,
         )  # fmt: skip
         top, norm, mixed = _attend_block(
-            query_ptr, top, norm, mixed, keys_ptr + at, values_ptr + at, first, count, head, begin, end, position,
-            sink, capacity, recent, scale, False, HEADS, GROUP, DIM, DIM_BLOCK, ROWS, KEYS,
+            query_ptr, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, first, count,
+            head, begin, end, position, sink, capacity, recent, scale, False, HEADS, GROUP, DIM, DIM_BLOCK, ROWS, KEYS,
         )  # fmt: skip
         answer = (mixed / norm[:, None]).to(out_ptr.dtype.element_ty)
         out, is_live = _rows_of(first, count, head, HEADS, GROUP, DIM, DIM_BLOCK, ROWS)
@@ -224,10 +231,10 @@ def whole_attention(
 
 
 def attend_split(
-    queries: Pair, cache: Pair, places: Places, blocks: Blocks, splits: Splits, recent: int, tile: AttentionTile
+    queries: Pair, cache: Cache, places: Places, blocks: Blocks, splits: Splits, recent: int, tile: AttentionTile
 ) -> Tensor:
     """Attention [tokens, heads * dim] of queries [tokens, heads, dim], with a program for each split of the keys."""
-    query, keys = queries[0], cache[0]
+    query, keys = queries[0], cache.keys
     num_tokens, heads, dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -239,7 +246,7 @@ def attend_split(
         firsts, counts = blocks.firsts[start : start + num_blocks], blocks.counts[start : start + num_blocks]
         split_attention[(splits.num_sink + splits.num_recent, kv_heads, firsts.shape[0])](
             *queries,
-            *cache,
+            *cache.pointers,
             *places,
             firsts,
             counts,
@@ -259,16 +266,16 @@ def attend_split(
 
 
 def attend_whole(
-    queries: Pair, cache: Pair, places: Places, blocks: Blocks, recent: int, tile: AttentionTile
+    queries: Pair, cache: Cache, places: Places, blocks: Blocks, recent: int, tile: AttentionTile
 ) -> Tensor:
     """The same result with all keys of a block in one program: for prompts, which have enough blocks."""
-    query, keys = queries[0], cache[0]
+    query, keys = queries[0], cache.keys
     num_tokens, heads, dim = query.shape
     group = heads // keys.shape[1]
     out = torch.empty(num_tokens, heads * dim, dtype=query.dtype, device=query.device)
     whole_attention[(keys.shape[1], blocks.firsts.shape[0])](
         *queries,
-        *cache,
+        *cache.pointers,
         *places,
         blocks.firsts,
         blocks.counts,

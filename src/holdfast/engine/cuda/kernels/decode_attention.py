@@ -23,6 +23,7 @@ from holdfast.engine.cuda.kernels.attention import (
     split_sizes,
 )
 from holdfast.engine.cuda.kernels.launch import overlapped, power_of_two, take_turn
+from holdfast.engine.cuda.kernels.scales import Product, cell_scale, product_of
 from holdfast.engine.cuda.kernels.softmax import (
     absorb,
     absorb_one,
@@ -30,10 +31,12 @@ from holdfast.engine.cuda.kernels.softmax import (
     cell_of,
     filled_places,
     fresh,
+    load_cells,
     ring_at,
     split_of,
     store_part,
 )
+from holdfast.engine.cuda.slabs import Cache
 
 
 class DecodeSettings(NamedTuple):
@@ -43,6 +46,7 @@ class DecodeSettings(NamedTuple):
     epsilon: float
     tile: AttentionTile
     splits: Splits
+    dtype: torch.dtype  # of the queries and the result
 
 
 @triton.jit
@@ -53,35 +57,35 @@ def _num_splits(position, begin, sink, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _fetched(keys_ptr, values_ptr, slab, low, high, is_live, is_sink, sink, capacity, DIM: tl.constexpr,
-             DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """A split's keys and values, [keys, dim] each, and which of them are in low..high; `slab` is the first cell."""
-    dim, offset = tl.arange(0, DIM_BLOCK), tl.arange(0, KEYS)
+def _fetched(keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, high, is_live, is_sink, sink, capacity,
+             DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """A split's keys and values with their scales, and which of them are in low..high; `slab` is the first cell."""
+    offset = tl.arange(0, KEYS)
     start = low // KEYS * KEYS
     key = start + offset
     ring, begin = ring_at(start, sink, capacity, KEYS)
     cell = tl.where(is_sink, key, sink + (begin + offset) % ring)
     is_there = (key >= low) & (key < high) & is_live
-    at = (slab + cell)[:, None] * DIM + dim[None, :]
-    mask = is_there[:, None] & (dim < DIM)[None, :]
-    return tl.load(keys_ptr + at, mask=mask, other=0), tl.load(values_ptr + at, mask=mask, other=0), is_there
+    k, key_scales = load_cells(keys_ptr, key_scales_ptr, slab + cell, is_there, DIM, DIM_BLOCK)
+    v, value_scales = load_cells(values_ptr, value_scales_ptr, slab + cell, is_there, DIM, DIM_BLOCK)
+    return k, v, key_scales, value_scales, is_there
 
 
 @triton.jit
 def _streamed(
-    query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, is_sink, sink, capacity, recent, scale,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    query, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, high, positions,
+    is_sink, sink, capacity, recent, scale, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add a split's keys to a running softmax, tile by tile."""
     if is_sink:
         top, norm, mixed = attend(
-            query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
-            True, DIM, DIM_BLOCK, KEYS,
+            query, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, high, positions,
+            sink, capacity, recent, scale, True, DIM, DIM_BLOCK, KEYS,
         )  # fmt: skip
     else:
         top, norm, mixed = attend(
-            query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
-            False, DIM, DIM_BLOCK, KEYS,
+            query, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, high, positions,
+            sink, capacity, recent, scale, False, DIM, DIM_BLOCK, KEYS,
         )  # fmt: skip
     return top, norm, mixed
 
@@ -104,22 +108,27 @@ def _partner(dim, DIM: tl.constexpr):
 
 
 @triton.jit
-def _raw(qkv_ptr, bias_ptr, token, head, dim, is_live, HAS_BIAS: tl.constexpr):
+def _raw(qkv_ptr, row_scales_ptr, scales_ptr, bias_ptr, row, token, head, dim, is_live, HAS_BIAS: tl.constexpr,
+         IS_SCALED: tl.constexpr):  # fmt: skip
     """Dimensions `dim` of the heads that begin at `head`: the product plus its bias."""
-    raw = tl.load(qkv_ptr + (token + head + dim), mask=is_live, other=0).to(tl.float32)
+    column = head + dim
+    raw = product_of(qkv_ptr, row_scales_ptr, scales_ptr, row, token + column, column, is_live, IS_SCALED)
     if HAS_BIAS:
         raw += tl.load(bias_ptr + (head + dim), mask=is_live, other=0)
     return raw
 
 
 @triton.jit
-def _write(keys_ptr, values_ptr, at, key, value, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Write a new key and value into the cell that begins at `at`; returns them as rounded there."""
+def _write(ptr, scales_ptr, cell, x, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """Write a new key or value, which is zero beyond its end, into a cell; returns it as rounded there."""
     dim = tl.arange(0, DIM_BLOCK)
-    key, value = key.to(keys_ptr.dtype.element_ty), value.to(values_ptr.dtype.element_ty)
-    tl.store(keys_ptr + at + dim, key, mask=dim < DIM)
-    tl.store(values_ptr + at + dim, value, mask=dim < DIM)
-    return key, value
+    scale = 1.0
+    if ptr.dtype.element_ty == tl.float8e4nv:
+        scale = cell_scale(tl.max(tl.abs(x), axis=0))
+        tl.store(scales_ptr + cell, scale.to(scales_ptr.dtype.element_ty))
+    kept = (x / scale).to(ptr.dtype.element_ty)
+    tl.store(ptr + cell * DIM + dim, kept, mask=dim < DIM)
+    return kept.to(tl.float32) * scale
 
 
 @triton.jit
@@ -174,11 +183,12 @@ def _add_up(
 
 @triton.jit
 def decode_attention(
-    qkv_ptr, bias_ptr, query_norm_ptr, key_norm_ptr, rotations_ptr, positions_ptr, slots_ptr, sinks_ptr, keys_ptr,
-    values_ptr, mixed_ptr, top_ptr, norm_ptr, done_ptr, out_ptr, capacity, recent, scale, epsilon,
+    qkv_ptr, row_scales_ptr, scales_ptr, bias_ptr, query_norm_ptr, key_norm_ptr, rotations_ptr, positions_ptr,
+    slots_ptr, sinks_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, mixed_ptr, top_ptr, norm_ptr,
+    done_ptr, out_ptr, capacity, recent, scale, epsilon,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, NUM_SINK: tl.constexpr, NUM_PLACES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -190,9 +200,10 @@ def decode_attention(
     slab = (slot * KV_HEADS + head) * capacity
     old = tl.minimum(high, position)  # keys below this are in the slab; the one at `position` is new
     if KEYS == SPLIT:
-        k, v, is_old = _fetched(
-            keys_ptr, values_ptr, slab, low, old, is_live, is_sink, sink, capacity, DIM, DIM_BLOCK, KEYS
-        )
+        k, v, key_scales, value_scales, is_old = _fetched(
+            keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, old, is_live, is_sink, sink, capacity,
+            DIM, DIM_BLOCK, KEYS,
+        )  # fmt: skip
     side = tl.where(is_sink, DIM, 0)  # queries have another rotation for sinks
     cos, sin = _rotation(rotations_ptr, row, side, DIM, DIM_BLOCK)
     take_turn()
@@ -203,25 +214,38 @@ def decode_attention(
         token = row * (HEADS + 2 * KV_HEADS) * DIM
         query_at = (head * GROUP + member)[:, None] * DIM
         key_at, value_at = (HEADS + head) * DIM, (HEADS + KV_HEADS + head) * DIM
-        q = _raw(qkv_ptr, bias_ptr, token, query_at, dim[None, :], is_query, HAS_BIAS)
-        q_partner = _raw(qkv_ptr, bias_ptr, token, query_at, partner[None, :], is_query, HAS_BIAS)
-        new_key = _raw(qkv_ptr, bias_ptr, token, key_at, dim, is_dim, HAS_BIAS)
-        key_partner = _raw(qkv_ptr, bias_ptr, token, key_at, partner, is_dim, HAS_BIAS)
-        new_value = _raw(qkv_ptr, bias_ptr, token, value_at, dim, is_dim, HAS_BIAS)
+        q = _raw(
+            qkv_ptr, row_scales_ptr, scales_ptr, bias_ptr, row, token, query_at, dim[None, :], is_query, HAS_BIAS,
+            IS_SCALED,
+        )  # fmt: skip
+        q_partner = _raw(
+            qkv_ptr, row_scales_ptr, scales_ptr, bias_ptr, row, token, query_at, partner[None, :], is_query, HAS_BIAS,
+            IS_SCALED,
+        )  # fmt: skip
+        new_key = _raw(
+            qkv_ptr, row_scales_ptr, scales_ptr, bias_ptr, row, token, key_at, dim, is_dim, HAS_BIAS, IS_SCALED
+        )
+        key_partner = _raw(
+            qkv_ptr, row_scales_ptr, scales_ptr, bias_ptr, row, token, key_at, partner, is_dim, HAS_BIAS, IS_SCALED
+        )
+        new_value = _raw(
+            qkv_ptr, row_scales_ptr, scales_ptr, bias_ptr, row, token, value_at, dim, is_dim, HAS_BIAS, IS_SCALED
+        )
         turned = _turned_queries(q, q_partner, query_norm_ptr, cos, sin, epsilon, DIM, DIM_BLOCK, HAS_NORM)
-        query = turned.to(keys_ptr.dtype.element_ty)
+        query = turned.to(out_ptr.dtype.element_ty)
         top, norm, mixed = fresh(ROWS, DIM_BLOCK)
         if KEYS == SPLIT:
-            top, norm, mixed = absorb(query, k, v, is_old[None, :], top, norm, mixed, scale)
+            top, norm, mixed = absorb(query, k, v, key_scales, value_scales, is_old[None, :], top, norm, mixed, scale)
         else:
             top, norm, mixed = _streamed(
-                query, top, norm, mixed, keys_ptr + slab * DIM, values_ptr + slab * DIM, low, old,
+                query, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, old,
                 position + member * 0, is_sink, sink, capacity, recent, scale, DIM, DIM_BLOCK, KEYS,
             )  # fmt: skip
         if high > position:  # this program's split contains the new key
             key = _turned_key(new_key, key_partner, key_norm_ptr, rotations_ptr, row, epsilon, DIM, DIM_BLOCK, HAS_NORM)
-            cell = (slab + cell_of(position, sink, capacity)) * DIM
-            key, value = _write(keys_ptr, values_ptr, cell, key, new_value, DIM, DIM_BLOCK)
+            cell = slab + cell_of(position, sink, capacity)
+            key = _write(keys_ptr, key_scales_ptr, cell, key, DIM, DIM_BLOCK)
+            value = _write(values_ptr, value_scales_ptr, cell, new_value, DIM, DIM_BLOCK)
             top, norm, mixed = absorb_one(query, key, value, top, norm, mixed, scale)
         group = row * KV_HEADS + head
         part = (group * NUM_PLACES + place) * GROUP + member
@@ -238,12 +262,12 @@ def decode_attention(
 
 
 def attend_decoded(
-    qkv: Tensor,
+    qkv: Product,
     bias: Tensor | None,
     norms: Pair | None,
     rotations: Tensor,
     places: Places,
-    cache: Pair,
+    cache: Cache,
     done: Tensor,
     settings: DecodeSettings,
 ) -> Tensor:
@@ -251,19 +275,19 @@ def attend_decoded(
 
     qkv: [rows, (heads + 2 kv_heads) * dim]. done: zeros, one for each row and group of heads; left as zeros.
     """
-    keys = cache[0]
-    num_rows, (kv_heads, capacity, dim) = qkv.shape[0], keys.shape[1:]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
+    (num_rows, columns), (kv_heads, capacity, dim) = qkv.values.shape, cache.keys.shape[1:]
+    heads = columns // dim - 2 * kv_heads
     group, tile, splits = heads // kv_heads, settings.tile, settings.splits
-    out = torch.empty(num_rows, heads * dim, dtype=keys.dtype, device=qkv.device)
-    parts = new_parts((num_rows, kv_heads, splits.num_places, group), dim, qkv.device)
+    device = qkv.values.device
+    out = torch.empty(num_rows, heads * dim, dtype=settings.dtype, device=device)
+    parts = new_parts((num_rows, kv_heads, splits.num_places, group), dim, device)
     decode_attention[(splits.num_sink + splits.num_recent, kv_heads, num_rows)](
-        qkv,
-        qkv if bias is None else bias,
-        *(norms or (qkv, qkv)),
+        *qkv.pointers,
+        rotations if bias is None else bias,
+        *(norms or (rotations, rotations)),
         rotations,
         *places,
-        *cache,
+        *cache.pointers,
         *parts,
         done,
         out,
@@ -276,6 +300,7 @@ def attend_decoded(
         KEYS=tile.keys,
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
+        IS_SCALED=qkv.is_scaled,
         **head_sizes(heads, group, dim),
         **split_sizes(tile, splits),
         **overlapped(tile.num_warps, tile.num_stages),

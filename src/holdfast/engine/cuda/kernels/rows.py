@@ -5,7 +5,19 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.engine.cuda.kernels.launch import blocks, overlapped, power_of_two, take_turn
+from holdfast.engine.cuda.kernels.scales import (
+    Product,
+    Rows,
+    Scaled,
+    cell_scale,
+    product_of,
+    row_pointers,
+    store_row,
+)
 from holdfast.engine.cuda.kernels.softmax import cell_of
+from holdfast.engine.cuda.slabs import Cache
+
+_MOST_WARPS = 32  # of a program
 
 
 @triton.jit
@@ -74,52 +86,64 @@ def begin(
 
 @triton.jit
 def _add_norm(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, epsilon, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr
-):
+    x_ptr, delta_ptr, delta_row_scales_ptr, delta_scales_ptr, weight_ptr, out_ptr, out_scales_ptr, epsilon,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, IS_SCALED: tl.constexpr,
+):  # fmt: skip
     take_turn()
     index = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     is_live = at < HIDDEN
     x = tl.load(x_ptr + index * HIDDEN + at, mask=is_live, other=0)
     if HAS_DELTA:
-        x += tl.load(delta_ptr + index * HIDDEN + at, mask=is_live, other=0).to(tl.float32)
+        delta_at = index * HIDDEN + at
+        x += product_of(delta_ptr, delta_row_scales_ptr, delta_scales_ptr, index, delta_at, at, is_live, IS_SCALED)
         tl.store(x_ptr + index * HIDDEN + at, x, mask=is_live)
     weight = tl.load(weight_ptr + at, mask=is_live, other=0)
     normed = x * (1 / tl.sqrt(tl.sum(x * x, axis=0) / HIDDEN + epsilon)) * weight
-    tl.store(out_ptr + index * HIDDEN + at, normed.to(out_ptr.dtype.element_ty), mask=is_live)
+    store_row(out_ptr, out_scales_ptr, index, normed, at, is_live, HIDDEN)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, epsilon: float) -> Tensor:
+def add_norm(x: Tensor, delta: Product | None, weight: Tensor, out: Rows, epsilon: float) -> Rows:
     """The RMS norm of x + delta. Mutates x, which becomes the sum."""
     hidden = x.shape[1]
     _add_norm[(x.shape[0],)](
         x,
-        x if delta is None else delta,
+        *((x, x, x) if delta is None else delta.pointers),
         weight,
-        out,
+        *row_pointers(out),
         epsilon,
         HIDDEN=hidden,
         BLOCK=power_of_two(hidden),
         HAS_DELTA=delta is not None,
+        IS_SCALED=delta is not None and delta.is_scaled,
         **overlapped(8),
     )
     return out
 
 
 @triton.jit
-def _gate(x_ptr, out_ptr, MLP: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(
+    x_ptr, row_scales_ptr, scales_ptr, out_ptr, out_scales_ptr, MLP: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):  # fmt: skip
     take_turn()
     index = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x_ptr + index * 2 * MLP + at, mask=at < MLP, other=0).to(tl.float32)
-    up = tl.load(x_ptr + index * 2 * MLP + MLP + at, mask=at < MLP, other=0).to(tl.float32)
-    tl.store(out_ptr + index * MLP + at, (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=at < MLP)
+    row, is_live = index * 2 * MLP, at < MLP
+    gate = product_of(x_ptr, row_scales_ptr, scales_ptr, index, row + at, at, is_live, IS_SCALED)
+    up = product_of(x_ptr, row_scales_ptr, scales_ptr, index, row + MLP + at, MLP + at, is_live, IS_SCALED)
+    store_row(out_ptr, out_scales_ptr, index, gate / (1 + tl.exp(-gate)) * up, at, is_live, MLP)
 
 
-def gate(x: Tensor, out: Tensor) -> Tensor:
+def gate(x: Product, out: Rows) -> Rows:
     """silu(first half) * second half, of every row."""
-    num_tokens, mlp = out.shape
-    _gate[(num_tokens, blocks(mlp, 1024))](x, out, MLP=mlp, BLOCK=1024, **overlapped(4))
+    values, scales = row_pointers(out)
+    num_tokens, mlp = values.shape
+    block = power_of_two(mlp) if isinstance(out, Scaled) else 1024  # the scale of a row needs all of it
+    num_warps = min(_MOST_WARPS, max(4, block // 1024))
+    _gate[(num_tokens, blocks(mlp, block))](
+        *x.pointers, values, scales, MLP=mlp, BLOCK=block, IS_SCALED=x.is_scaled, **overlapped(num_warps)
+    )
     return out
 
 
@@ -128,6 +152,16 @@ def _halves(ptr, at, is_live, HALF: tl.constexpr):
     """The two halves of a vector, which a rotation mixes with each other."""
     first = tl.load(ptr + at, mask=is_live, other=0)
     return first, tl.load(ptr + at + HALF, mask=is_live, other=0)
+
+
+@triton.jit
+def _store_in_cell(ptr, scales_ptr, cell, half, first, second, is_written, HALF: tl.constexpr):
+    """Write the halves of a key or value, which are zero beyond their end, into a cell."""
+    if ptr.dtype.element_ty == tl.float8e4nv:
+        scale = cell_scale(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=0))
+        first, second = first / scale, second / scale
+        tl.store(scales_ptr + cell + half * 0, scale.to(scales_ptr.dtype.element_ty), mask=is_written & (half == 0))
+    _store_halves(ptr, cell * (2 * HALF) + half, first, second, is_written, HALF)
 
 
 @triton.jit
@@ -154,6 +188,8 @@ def _turned(first, second, rotation, is_live, HALF: tl.constexpr):
 @triton.jit
 def _heads(
     qkv_ptr,
+    row_scales_ptr,
+    scales_ptr,
     bias_ptr,
     query_norm_ptr,
     key_norm_ptr,
@@ -165,6 +201,8 @@ def _heads(
     sink_query_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     capacity,
     epsilon,
     HEADS: tl.constexpr,
@@ -173,6 +211,7 @@ def _heads(
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ):
     take_turn()
     index = tl.program_id(0).to(tl.int64)
@@ -180,8 +219,10 @@ def _heads(
     DIM: tl.constexpr = 2 * HALF
     half = tl.arange(0, BLOCK)
     is_live = half < HALF
-    first, second = _halves(qkv_ptr, (index * (HEADS + 2 * KV_HEADS) + head) * DIM + half, is_live, HALF)
-    first, second = first.to(tl.float32), second.to(tl.float32)
+    column, row = head * DIM + half, index * (HEADS + 2 * KV_HEADS) * DIM
+    first = product_of(qkv_ptr, row_scales_ptr, scales_ptr, index, row + column, column, is_live, IS_SCALED)
+    column += HALF
+    second = product_of(qkv_ptr, row_scales_ptr, scales_ptr, index, row + column, column, is_live, IS_SCALED)
     if HAS_BIAS:
         first_bias, second_bias = _halves(bias_ptr, head * DIM + half, is_live, HALF)
         first += first_bias
@@ -203,37 +244,36 @@ def _heads(
         is_written = is_live & (slot >= 0)  # padding belongs to no session
         cell = cell_of(tl.load(positions_ptr + index), tl.load(sinks_ptr + index), capacity)
         if is_value:
-            out = ((slot * KV_HEADS + head - HEADS - KV_HEADS) * capacity + cell) * DIM + half
-            _store_halves(values_ptr, out, first, second, is_written, HALF)
+            cell += (slot * KV_HEADS + head - HEADS - KV_HEADS) * capacity
+            _store_in_cell(values_ptr, value_scales_ptr, cell, half, first, second, is_written, HALF)
         else:
-            out = ((slot * KV_HEADS + head - HEADS) * capacity + cell) * DIM + half
+            cell += (slot * KV_HEADS + head - HEADS) * capacity
             low, high = _turned(first, second, rotation, is_live, HALF)
-            _store_halves(keys_ptr, out, low, high, is_written, HALF)
+            _store_in_cell(keys_ptr, key_scales_ptr, cell, half, low, high, is_written, HALF)
 
 
 def write_heads(
-    qkv: Tensor,
+    qkv: Product,
     bias: Tensor | None,
     norms: tuple[Tensor, Tensor] | None,
     rotations: Tensor,
     places: tuple[Tensor, Tensor, Tensor],
     queries: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
+    cache: Cache,
     epsilon: float,
 ) -> None:
     """Add the bias, normalise and rotate: both queries into `queries`, keys and values into the slabs' cells.
 
     qkv: [tokens, (heads + 2 kv_heads) * dim]. places: each token's position, slot (negative: padding) and sink.
-    queries: for recent keys and for sinks, [tokens, heads, dim] each. cache: one layer's keys and values,
-    [slabs, kv_heads, capacity, dim] each.
+    queries: for recent keys and for sinks, [tokens, heads, dim] each.
     """
-    (positions, slots, sinks), (query, sink_query), (keys, values) = places, queries, cache
+    (positions, slots, sinks), (query, sink_query) = places, queries
     num_tokens, heads, dim = query.shape
-    kv_heads, capacity = keys.shape[1], keys.shape[2]
-    query_norm, key_norm = norms or (qkv, qkv)
+    kv_heads, capacity = cache.keys.shape[1:3]
+    query_norm, key_norm = norms or (query, query)
     _heads[(num_tokens, heads + 2 * kv_heads)](
-        qkv,
-        qkv if bias is None else bias,
+        *qkv.pointers,
+        query if bias is None else bias,
         query_norm,
         key_norm,
         rotations,
@@ -242,8 +282,7 @@ def write_heads(
         sinks,
         query,
         sink_query,
-        keys,
-        values,
+        *cache.pointers,
         capacity,
         epsilon,
         HEADS=heads,
@@ -252,5 +291,6 @@ def write_heads(
         BLOCK=power_of_two(dim // 2),
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
+        IS_SCALED=qkv.is_scaled,
         **overlapped(1),
     )

@@ -8,6 +8,8 @@ decides: the places are a ring for recent keys, the last `NUM_SINK` of them are 
 import triton
 import triton.language as tl
 
+from holdfast.engine.cuda.kernels.scales import widened
+
 
 @triton.jit
 def fresh(ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr):
@@ -17,14 +19,20 @@ def fresh(ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def absorb(query, k, v, is_seen, top, norm, mixed, scale):
+def absorb(query, k, v, key_scales, value_scales, is_seen, top, norm, mixed, scale):
     """Add a tile of keys and values to a running softmax. Keys that are not seen add exactly nothing."""
-    scores = tl.where(is_seen, tl.dot(query, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    scores = tl.dot(query, tl.trans(widened(k, query)), input_precision="ieee") * scale
+    if k.dtype == tl.float8e4nv:
+        scores *= key_scales[None, :]
+    scores = tl.where(is_seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     fade = tl.exp2(top - safe)
     weights = tl.exp2(scores - safe[:, None])
     norm = norm * fade + tl.sum(weights, axis=1)
+    if v.dtype == tl.float8e4nv:
+        weights *= value_scales[None, :]
+    v = widened(v, query)
     mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
     return new_top, norm, mixed
 
@@ -54,16 +62,32 @@ def ring_at(start, sink, capacity, KEYS: tl.constexpr):
 
 
 @triton.jit
+def load_cells(ptr, scales_ptr, cell, is_live, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """Keys or values [cells, dim], and in fp8 their scales; zeros where they are not live."""
+    dim = tl.arange(0, DIM_BLOCK)
+    at, mask = cell[:, None] * DIM + dim[None, :], is_live[:, None] & (dim < DIM)[None, :]
+    found = tl.load(ptr + at, mask=mask, other=0.0)
+    scales = tl.zeros_like(cell).to(tl.float32)
+    if ptr.dtype.element_ty == tl.float8e4nv:
+        scales = tl.load(scales_ptr + cell, mask=is_live, other=0.0).to(tl.float32)
+    return found, scales
+
+
+@triton.jit
 def attend(
-    query, top, norm, mixed, keys_ptr, values_ptr, low, high, positions, sink, capacity, recent, scale,
-    IS_SINK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    query, top, norm, mixed, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slab, low, high, positions, sink,
+    capacity, recent, scale, IS_SINK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of positions low..high to a running softmax."""
+    """Add the keys of positions low..high to a running softmax; `slab` is the first cell."""
     start = low // KEYS * KEYS
     num = (high - start).to(tl.int32)
-    dim = tl.arange(0, DIM_BLOCK)
     offset = tl.arange(0, KEYS)
     ring, begin = ring_at(start, sink, capacity, KEYS)
+    keys_ptr += slab * DIM
+    values_ptr += slab * DIM
+    if keys_ptr.dtype.element_ty == tl.float8e4nv:
+        key_scales_ptr += slab
+        value_scales_ptr += slab
     for done in range(0, num, KEYS):
         key = start + done + offset
         is_live = (key >= low) & (key < high)
@@ -71,14 +95,12 @@ def attend(
             cell = done + offset + start
         else:
             cell = sink + (begin + done + offset) % ring
-        at = cell[:, None] * DIM + dim[None, :]
-        mask = is_live[:, None] & (dim < DIM)[None, :]
-        k = tl.load(keys_ptr + at, mask=mask, other=0)
-        v = tl.load(values_ptr + at, mask=mask, other=0)
+        k, key_scales = load_cells(keys_ptr, key_scales_ptr, cell, is_live, DIM, DIM_BLOCK)
+        v, value_scales = load_cells(values_ptr, value_scales_ptr, cell, is_live, DIM, DIM_BLOCK)
         is_seen = is_live[None, :] & (key[None, :] <= positions[:, None])
         if not IS_SINK:
             is_seen = is_seen & (key[None, :] > positions[:, None] - recent)
-        top, norm, mixed = absorb(query, k, v, is_seen, top, norm, mixed, scale)
+        top, norm, mixed = absorb(query, k, v, key_scales, value_scales, is_seen, top, norm, mixed, scale)
     return top, norm, mixed
 
 
