@@ -41,7 +41,7 @@ _LONG_RUN_S = 14_400.0
 _MAX_FAILED = 3  # turns in a row, after which the server counts as gone
 _PAUSE_S = 0.5  # after a failed turn
 INEXACT = "this engine has no --deterministic: whether chunks change the sampled tokens was not judged"
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "int8": 2}  # of the cache
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "int8": 2, "int4": 2, "fp8": 2}  # of the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

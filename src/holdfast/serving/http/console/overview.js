@@ -98,7 +98,7 @@ export function overview(main, { setCrumbs, setConnection }) {
 
   // The list
 
-  const search = h("input.search", { type: "search", placeholder: "Search label, group or id", "aria-label": "Search sessions", oninput: () => arrange(), autocomplete: "off", spellcheck: "false" });
+  const search = h("input.search", { type: "search", placeholder: "Search label, group or id", "aria-label": "Search sessions", oninput: () => ((list.element.scrollTop = 0), arrange()), autocomplete: "off", spellcheck: "false" });
   const total = h("span.total.muted", { role: "status" });
   const filters = h("div.segments", { role: "group", "aria-label": "State" });
   for (const name of ["all", "live", "parked", "busy"])
@@ -217,6 +217,7 @@ export function overview(main, { setCrumbs, setConnection }) {
 
   function setFilter(name) {
     filter = name;
+    list.element.scrollTop = 0;
     for (const button of filters.children) button.setAttribute("aria-pressed", String(button.textContent === name));
     arrange();
   }
