@@ -287,7 +287,7 @@ def test_a_run_ends_with_its_turns_or_its_time() -> None:
 
 
 def test_half_a_server_and_unknown_dtypes_are_refused() -> None:
-    for wrong in ({"server": "127.0.0.1:1"}, {"http": "http://127.0.0.1:1"}, {"dtype": "int4"}):
+    for wrong in ({"server": "127.0.0.1:1"}, {"http": "http://127.0.0.1:1"}, {"dtype": "int3"}):
         with pytest.raises(ConfigError):
             LongSessionSettings(**wrong)  # type: ignore[arg-type]
 

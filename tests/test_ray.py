@@ -78,6 +78,7 @@ def _until(is_so: Callable[[], bool]) -> None:
 def test_members_run_on_ray_until_they_are_told_to_go(journal: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _up(journal, 2) == 0
     table = capsys.readouterr().err
+    _until(lambda: len(_told(capsys)["cluster"]["members"]) == 2)  # a member looks for others once in a while
     told = _told(capsys)
     assert [member["name"] for member in told["cluster"]["members"]] == list(told["ray"]) == ["tide-0", "tide-1"]
     first, second = told["ray"].values()
