@@ -28,7 +28,7 @@ TICK_S = 1.0
 MAX_ROWS = 200  # in one tick; the others come with the next ones
 _MAX_IDS = 4096  # tokens in one event
 _TIMES = StreamTimes(ping_s=15)  # a listener that does not read is dropped when it lags
-_GATHER_S = 0.02  # between two looks at what has come: tokens of a fast generation come as one event
+_GATHER_S = 0.05  # between two looks at what has come: a fast generation is twenty events a second
 _FRESH_S = 0.5
 _SPAN_S = 5.0  # over which tokens per second are measured
 _RECENT_S = 10.0  # over which the time to first token is
