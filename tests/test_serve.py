@@ -253,8 +253,10 @@ def test_host_and_port_are_the_two_halves_of_http() -> None:
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(
-    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("HOLDFAST_GRPC", "HOLDFAST_HTTP"):  # a server may run on the default ports
+        monkeypatch.setenv(name, "127.0.0.1:0")
     assert main(["serve", *options]) == 2
     assert says in capsys.readouterr().err
 
