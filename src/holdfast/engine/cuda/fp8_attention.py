@@ -1,4 +1,4 @@
-"""Attention of one token of each row over an fp8 cache, in CUDA C++: Triton's code is no faster than for bfloat16.
+"""Attention of one token of each row over an fp8 cache, in CUDA C++ for Hopper.
 
 Knows the layout of `attend.cu`'s arguments; not weights, graphs or sampling.
 """
