@@ -1,7 +1,7 @@
 """Which cell of a slab holds a position, and how far a slab can be rewound. Pure integers: no tensors.
 
-A slab has `capacity` cells. The first `sink` positions keep a cell each; later positions share the remaining `ring`
-cells in turn. Nothing else describes the layout.
+A slab has `capacity` cells, in whole blocks. The first `sink` positions keep a cell each; later positions share the
+remaining `ring` cells in turn. Nothing else describes the layout.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.window import Window
 from holdfast.errors import CapacityExhausted, InvalidArgument, RecomputeTooLong
+
+BLOCK = 16  # cells whose keys an engine may keep side by side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class SlabShape:
 
     @property
     def capacity(self) -> int:
-        return self.max_pin + self.recent + self.slack
+        """A multiple of BLOCK."""
+        return -(-(self.max_pin + self.recent + self.slack) // BLOCK) * BLOCK
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_HEADERS = ("attention", "burst", "integers", "pairs", "pool", "products", "sampler", "vectors", "weights")
-SOURCES = [HERE / "decoder.cpp", *(HERE / f"{name}.h" for name in _HEADERS)]
+SOURCES = [HERE / "decoder.cpp", *sorted(HERE.glob("*.h"))]
 
 # Best first. library.py chooses among the builds by the processor's features.
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]

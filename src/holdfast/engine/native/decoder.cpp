@@ -39,7 +39,8 @@ struct Scratch { // memory of one thread
 };
 
 struct Piece { // one stretch of one tile
-    int tile, stretch;
+    int tile;
+    const Stretch *stretch;
     size_t first; // index of its first result in `gathered`
 };
 
@@ -116,16 +117,14 @@ struct Decoder {
 
     void add_tile(const Row &row, int first, int offset) {
         Tile tile{&row, first, std::min(QUERIES, row.count - offset), row.start + offset, {}};
-        const Layout layout(row, slabs.capacity);
-        const int64_t last = tile.position + tile.count - 1, oldest = tile.position - slabs.recent + 1;
-        for (int cell = 0; cell < slabs.capacity; cell += STRETCH) {
-            bool is_seen = false;
-            for (int c = cell; c < std::min(cell + STRETCH, (int)slabs.capacity) && !is_seen; c++) {
-                const int64_t position = layout.position(c);
-                is_seen = position <= last && (c < layout.sink || position >= std::max<int64_t>(oldest, layout.sink));
-            }
-            if (is_seen)
-                tile.stretches.push_back(cell / STRETCH);
+        const View view(slabs, tile);
+        for (int first = 0; first < slabs.capacity; first += STRETCH) {
+            Stretch stretch;
+            for (int cell = first; cell < std::min(first + STRETCH, (int)slabs.capacity); cell += LANES)
+                if (const Sight sight = view.sight(cell); sight != UNSEEN)
+                    stretch.blocks.push_back({cell, sight});
+            if (!stretch.blocks.empty())
+                tile.stretches.push_back(std::move(stretch));
         }
         tiles.push_back(std::move(tile));
     }
@@ -137,8 +136,8 @@ struct Decoder {
         size_t heads = 0;
         for (size_t t = 0; t < tiles.size(); t++) {
             first_of.push_back(heads);
-            for (int stretch : tiles[t].stretches) {
-                pieces.push_back({(int)t, stretch, heads});
+            for (const Stretch &stretch : tiles[t].stretches) {
+                pieces.push_back({(int)t, &stretch, heads});
                 heads += (size_t)tiles[t].count * model.heads;
             }
         }
@@ -226,9 +225,9 @@ struct Decoder {
                 turn(at, n, sink_rotation, &sink_queries[n * query_size() + (size_t)head * width]);
             } else if (is_key) {
                 turn(at, n, recent_rotation, turned.data());
-                keep(slabs.keys, layer, row, head - model.heads, cell, turned.data());
+                keep_key(layer, row, head - model.heads, cell, turned.data());
             } else {
-                keep(slabs.values, layer, row, head - model.heads - model.kv_heads, cell, at);
+                keep_value(layer, row, head - model.heads - model.kv_heads, cell, at);
             }
         }
     }
@@ -243,43 +242,56 @@ struct Decoder {
         }
     }
 
+    // The bytes before the cells of one head.
     size_t cells_of(int layer, const Row &row, int kv_head) const {
-        return (((size_t)layer * slabs.num_slabs + row.slot) * model.kv_heads + kv_head) * slabs.capacity * model.dim;
+        const size_t heads = ((size_t)layer * slabs.num_slabs + row.slot) * model.kv_heads + kv_head;
+        return heads * slabs.capacity * model.dim * slabs.item_bytes();
     }
 
-    void keep(uint8_t *slab, int layer, const Row &row, int kv_head, int64_t cell, const float *from) const {
-        const size_t at = cells_of(layer, row, kv_head) + (size_t)cell * model.dim;
+    void keep_key(int layer, const Row &row, int kv_head, int64_t cell, const float *from) const {
+        const int units = model.dim * slabs.item_bytes() / 4;
+        uint32_t *to = (uint32_t *)(slabs.keys + cells_of(layer, row, kv_head)) + cell / LANES * units * LANES + cell % LANES;
+        for (int unit = 0; unit < units; unit++, to += LANES)
+            if (slabs.kind == FLOAT32)
+                std::memcpy(to, from + unit, sizeof *to);
+            else
+                *to = to_bfloat16(from[2 * unit]) | (uint32_t)to_bfloat16(from[2 * unit + 1]) << 16;
+    }
+
+    void keep_value(int layer, const Row &row, int kv_head, int64_t cell, const float *from) const {
+        uint8_t *to = slabs.values + cells_of(layer, row, kv_head) + cell * model.dim * slabs.item_bytes();
         if (slabs.kind == FLOAT32) {
-            std::memcpy(slab + at * 4, from, model.dim * sizeof(float));
+            std::memcpy(to, from, model.dim * sizeof(float));
             return;
         }
-        uint16_t *to = (uint16_t *)slab + at;
-        for (int d = 0; d < model.dim; d++)
-            to[d] = to_bfloat16(from[d]);
+        for (int d = 0; d < model.dim; d++) {
+            const uint16_t bits = to_bfloat16(from[d]);
+            std::memcpy(to + 2 * d, &bits, sizeof bits);
+        }
     }
 
     // --- Attention of one layer
 
-    // Calls act(vectors in a head, as a constant).
-    template <class Act> void with_width(Act &&act) const {
-        const auto of = [&]<int... V>(std::integer_sequence<int, V...>) {
-            ((width == (V + 1) * LANES ? act(std::integral_constant<int, V + 1>{}) : void()), ...);
+    // Computes one stretch of one tile and key head.
+    void gather(int layer, const Tile &tile, const Stretch &stretch, int kv_head, Gathered *found, AttentionScratch &room) const {
+        const auto with = [&]<int V, int KIND>() {
+            stretches_of<V, KIND>(layer, tile, kv_head).gather(stretch, found, room);
         };
-        of(std::make_integer_sequence<int, MAX_HEAD / LANES>{});
+        const auto of_width = [&]<int... V>(std::integer_sequence<int, V...>) {
+            ((width != (V + 1) * LANES          ? void()
+              : slabs.kind == FLOAT32 ? with.template operator()<V + 1, FLOAT32>()
+                                      : with.template operator()<V + 1, BFLOAT16>()),
+             ...);
+        };
+        of_width(std::make_integer_sequence<int, MAX_HEAD / LANES>{});
     }
 
-    template <int V> Stretches<V> stretches_of(int layer, const Tile &tile, int kv_head) const {
-        const size_t at = cells_of(layer, *tile.row, kv_head) * (slabs.kind == FLOAT32 ? 4 : 2);
+    template <int V, int KIND> Stretches<V, KIND> stretches_of(int layer, const Tile &tile, int kv_head) const {
+        const size_t at = cells_of(layer, *tile.row, kv_head);
         const size_t first = tile.first * query_size() + (size_t)kv_head * group() * width;
-        return {slabs,
-                tile,
-                {slabs.keys + at, model.dim, slabs.kind},
-                {slabs.values + at, model.dim, slabs.kind},
-                &queries[first],
-                &sink_queries[first],
-                query_size(),
-                group(),
-                1.0f / std::sqrt((float)model.dim)};
+        const float scale = 1.0f / std::sqrt((float)model.dim);
+        return {View(slabs, tile), slabs.keys + at, slabs.values + at, &queries[first], &sink_queries[first],
+                query_size(),      model.dim,       group(),           scale};
     }
 
     // Computes one tile and key head, from its first stretch to its last.
@@ -291,12 +303,12 @@ struct Decoder {
         std::vector<Gathered> sums, part(num);
         for (int i = 0; i < num; i++)
             sums.push_back({NEVER, 0.0f, &room.mixed[(size_t)i * width]});
-        for (int stretch : tile.stretches) {
+        for (const Stretch &stretch : tile.stretches) {
             float *fresh = &room.mixed[(size_t)num * width];
             std::fill(fresh, fresh + (size_t)num * width, 0.0f);
             for (int i = 0; i < num; i++)
                 part[i] = {NEVER, 0.0f, fresh + (size_t)i * width};
-            with_width([&](auto v) { stretches_of<v>(layer, tile, kv_head).gather(stretch, part.data(), room); });
+            gather(layer, tile, stretch, kv_head, part.data(), room);
             for (int i = 0; i < num; i++)
                 fold(sums[i], part[i], width);
         }
@@ -313,9 +325,7 @@ struct Decoder {
             const Tile &tile = tiles[piece.tile];
             const int kv_head = unit % model.kv_heads;
             const size_t at = piece.first + (size_t)kv_head * tile.count * group();
-            with_width([&](auto v) {
-                stretches_of<v>(layer, tile, kv_head).gather(piece.stretch, &gathered[at], scratch[thread].attention);
-            });
+            gather(layer, tile, *piece.stretch, kv_head, &gathered[at], scratch[thread].attention);
         });
         pool.run((int)tiles.size(), [&](int t, int) {
             const Tile &tile = tiles[t];
@@ -348,7 +358,7 @@ struct Decoder {
                 normalise(&x[(size_t)n * model.hidden], model.norm, model.hidden, model.epsilon,
                           &h[(size_t)num * model.hidden]);
         }
-        products.write(model.head, h.data(), num, logits);
+        products.write(model.head, h.data(), num, logits, Rounding::FINE);
     }
 };
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.batch import places
 from holdfast.engine.interface import Engine, KeysValues, Row, engine_info
 from holdfast.engine.native import library as native
+from holdfast.engine.native.slabs import NativeSlabs
 from holdfast.engine.native.weights import Arrays, kind_of, packed_weights, tensor_places, write_tensor
 from holdfast.engine.sampling import Pick, not_finite, sample_rows
 from holdfast.engine.slab import Slab, SlabShape
@@ -60,17 +60,21 @@ class NativeEngine(Engine):
             name, arch, digest=digest, dtype=dtype, shape=shape, row_invariant=is_exact, row_cost=row_cost
         )
         super().__init__(info, shape=shape, num_slabs=num_slabs)
-        cells = (arch.num_layers, num_slabs, arch.num_kv_heads, shape.capacity, arch.head_dim)
-        kind = np.float32 if info.kv_dtype == "float32" else np.uint16
-        # Filled and not only reserved, so that the memory is committed from the start.
-        self._keys, self._values = (np.full(cells, 0, kind) for _ in range(2))
+        self._slabs = NativeSlabs(
+            layers=arch.num_layers,
+            slots=num_slabs,
+            heads=arch.num_kv_heads,
+            capacity=shape.capacity,
+            dim=arch.head_dim,
+            kind=np.float32 if info.kv_dtype == "float32" else np.uint16,
+        )
         self._logits = np.empty((0, info.vocab_size), np.float32)  # of the last forward
         self.arrays = arrays
         self._tensor_shapes, self._tensor_places = decoder_shapes(arch), tensor_places(arch)
         self._held = _described(arch, arrays, dtype)  # keeps alive what the decoder points to
         slabs = native.SlabsStruct(
-            self._keys.ctypes.data,
-            self._values.ctypes.data,
+            self._slabs.keys.ctypes.data,
+            self._slabs.values.ctypes.data,
             num_slabs,
             shape.capacity,
             shape.recent,
@@ -85,7 +89,7 @@ class NativeEngine(Engine):
 
     @property
     def kv_reserved_bytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        return self._slabs.nbytes
 
     def forward(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         specs = _specs(rows)
@@ -127,20 +131,16 @@ class NativeEngine(Engine):
         ]
 
     def copy_slab(self, source: Slab, target: Slab) -> None:
-        for cells in (self._keys, self._values):
-            cells[:, target.slot] = cells[:, source.slot]
+        self._slabs.copy(source.slot, target.slot)
 
     def read_slab(self, slab: Slab, positions: Sequence[range]) -> KeysValues:
-        return KeysValues(*(self._gathered(cells, slab, positions) for cells in (self._keys, self._values)))
+        return self._slabs.read(slab, positions)
 
     def write_slab(self, slab: Slab, positions: Sequence[range], kv: KeysValues) -> None:
-        for cells, bits in zip((self._keys, self._values), kv, strict=True):
-            for packed, where in places(slab, positions):
-                cells[:, slab.slot, :, where] = bits[:, :, packed]
+        self._slabs.write(slab, positions, kv)
 
     def clear_slab(self, slab: Slab) -> None:
-        self._keys[:, slab.slot] = 0
-        self._values[:, slab.slot] = 0
+        self._slabs.clear(slab.slot)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._tensor_shapes
@@ -161,11 +161,6 @@ class NativeEngine(Engine):
         if len(self._logits) < num:
             self._logits = np.empty((num, self.info.vocab_size), np.float32)
         return self._logits[:num]
-
-    def _gathered(self, cells: NDArray[np.generic], slab: Slab, positions: Sequence[range]) -> NDArray[np.generic]:
-        """[layers, kv_heads, positions, dim], in order."""
-        parts = [cells[:, slab.slot, :, where] for _, where in places(slab, positions)]
-        return np.concatenate(parts, axis=2) if parts else cells[:, slab.slot, :, :0].copy()
 
 
 def _specs(rows: Sequence[Row]) -> "ctypes.Array[native.RowStruct]":

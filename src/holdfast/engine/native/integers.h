@@ -1,83 +1,9 @@
-// Products of integers, on processors with AVX2 or more. Activations are rounded in groups of 32 with a scale each: to
-// 16 bits for weights of eight bits, to eight bits for weights of four. The products of a group are summed exactly, so
-// a row's bits depend neither on how many are multiplied with it nor on the instructions.
+// Products of integers, on processors with AVX2 or more. The products of a group are summed exactly, so a row's bits
+// depend neither on how many are multiplied with it nor on the instructions.
 
 #pragma once
 
-#include "weights.h"
-
-#if defined(__AVX2__)
-constexpr bool HAS_INTEGERS = true;
-#else
-constexpr bool HAS_INTEGERS = false;
-#endif
-
-// --- Activations
-
-constexpr int QUADS = GROUP / 4; // of the inputs of a group: four are multiplied at a time
-
-// How the activations of four inputs are stored: as bytes; or as words, the first and the third, then the others.
-typedef uint32_t QuadOfBytes;
-struct QuadOfWords {
-    uint32_t even, odd;
-};
-
-template <class W> using Quad = std::conditional_t<IS_INT4<W>, QuadOfBytes, QuadOfWords>;
-
-template <class W> constexpr float MOST = IS_INT4<W> ? 127.0f : 32767.0f; // the largest rounded value
-
-#if defined(__AVX512BW__)
-constexpr int TILE = 8; // rows that are multiplied while the weights are read once
-#else
-constexpr int TILE = 4;
-#endif
-
-// A tile of rows: for every group its quads, of each quad all rows side by side; then the scales of the rows, then the
-// sums of their values.
-template <class W> inline size_t tile_bytes(int num, int inputs) {
-    return (size_t)num * (inputs / GROUP) * (QUADS * sizeof(Quad<W>) + sizeof(float) + sizeof(int32_t));
-}
-
-// The quads of 32 values, their scale and their sum. Where a value is not finite, the scale is not either.
-template <class W> inline void round_group(const float *x, Quad<W> (&quads)[QUADS], float &scale, int32_t &sum) {
-    const Floats first = load<Floats>(x), second = load<Floats>(x + LANES);
-    const Ints one = (Ints)first & 0x7fffffff, other = (Ints)second & 0x7fffffff; // sizes: ordered like integers
-    const int32_t most = largest_of((one & (one > other)) | (other & ~(one > other)));
-    float largest;
-    std::memcpy(&largest, &most, sizeof largest);
-    scale = largest / MOST<W>;
-    const float inverse = largest > 1e-30f ? MOST<W> / largest : 0.0f;
-    const Ints values[] = {(Ints)(first * inverse + WHOLE) << 16 >> 16, (Ints)(second * inverse + WHOLE) << 16 >> 16};
-    sum = sum_of(values[0] + values[1]);
-    if constexpr (IS_INT4<W>) {
-        store_bytes(quads, values[0]);
-        store_bytes(quads + QUADS / 2, values[1]);
-    } else {
-        for (int half = 0; half < 2; half++) {
-            const Words words = __builtin_convertvector(values[half], Words);
-#if defined(__clang__) || __GNUC__ >= 12
-            const Words parted = __builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-#else
-            const Words parted = __builtin_shuffle(words, Words{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
-#endif
-            std::memcpy(quads + half * QUADS / 2, &parted, sizeof parted);
-        }
-    }
-}
-
-template <class W> inline void interleave_integers(const float *x, int num, int inputs, uint8_t *out) {
-    for (int first = 0; first < inputs; first += GROUP, out += tile_bytes<W>(num, GROUP)) {
-        Quad<W> *quads = (Quad<W> *)out;
-        float *scales = (float *)(quads + QUADS * num);
-        int32_t *sums = (int32_t *)(scales + num);
-        for (int n = 0; n < num; n++) {
-            Quad<W> own[QUADS];
-            round_group<W>(x + (size_t)n * inputs + first, own, scales[n], sums[n]);
-            for (int quad = 0; quad < QUADS; quad++)
-                quads[quad * num + n] = own[quad];
-        }
-    }
-}
+#include "activations.h"
 
 #if defined(__AVX2__)
 
@@ -111,14 +37,14 @@ constexpr int COLUMNS = LANES / WIDTH;
 typedef float WideFloats __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t WideInts __attribute__((vector_size(WIDTH * 4)));
 
-// Each lane's sum plus the products of its four nibbles with the four bytes.
-inline WideInts add_bytes(WideInts sum, Vector nibbles, uint32_t bytes) {
+// Each lane's sum plus the products of its four bytes without a sign with four bytes with one.
+inline WideInts add_bytes(WideInts sum, Vector unsigned_bytes, uint32_t bytes) {
 #if defined(__AVX512VNNI__)
-    return (WideInts)_mm512_dpbusd_epi32((__m512i)sum, nibbles, spread(bytes));
+    return (WideInts)_mm512_dpbusd_epi32((__m512i)sum, unsigned_bytes, spread(bytes));
 #elif defined(__AVXVNNI__)
-    return (WideInts)_mm256_dpbusd_avx_epi32((__m256i)sum, nibbles, spread(bytes));
+    return (WideInts)_mm256_dpbusd_avx_epi32((__m256i)sum, unsigned_bytes, spread(bytes));
 #else
-    return sum + (WideInts)pairs_of_words(pairs_of_bytes(nibbles, spread(bytes)), (Vector)(WideInts{} + 0x10001));
+    return sum + (WideInts)pairs_of_words(pairs_of_bytes(unsigned_bytes, spread(bytes)), (Vector)(WideInts{} + 0x10001));
 #endif
 }
 
@@ -133,7 +59,7 @@ inline WideInts add_words(WideInts sum, Vector weights, uint32_t words) {
 #endif
 }
 
-// How weights of a kind are read and multiplied. `start` is the sum of a group in which all weights are stored as 0.
+// How weights of a kind are read and multiplied.
 template <class W> struct Weights {
     Vector nibbles;
 
@@ -143,12 +69,20 @@ template <class W> struct Weights {
         nibbles = (quad < QUADS / 2 ? both : words_down<4>(both)) & (Vector)(WideInts{} + 0x0f0f0f0f);
     }
 
-    static WideInts start(int32_t total) { return WideInts{} + (HAS_OFFSETS<W> ? 0 : -8) * total; }
-
     WideInts add_to(WideInts sum, QuadOfBytes quad) const { return add_bytes(sum, nibbles, quad); }
 };
 
 template <> struct Weights<Int8> {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    Vector shifted; // by 128: the first factors of products of bytes have no sign
+
+    Weights() = default;
+    Weights(const uint8_t *group, int quad, int lane) {
+        shifted = load_vector(group + Int8::HEAD + 4 * (quad * LANES + lane)) ^ (Vector)(WideInts{} + 0x80808080);
+    }
+
+    WideInts add_to(WideInts sum, QuadOfBytes quad) const { return add_bytes(sum, shifted, quad); }
+#else
     Vector even, odd;
 
     Weights() = default;
@@ -158,12 +92,47 @@ template <> struct Weights<Int8> {
         odd = odd_bytes(all);
     }
 
-    static WideInts start(int32_t) { return WideInts{}; }
-
     WideInts add_to(WideInts sum, QuadOfWords quad) const {
         return add_words(add_words(sum, even, quad.even), odd, quad.odd);
     }
+#endif
 };
+
+// Add the products of a group: those of NUM of the N rows, from FIRST on, with C columns.
+template <class W, int N, int C, int FIRST, int NUM>
+inline void add_quads(const uint8_t *const (&at)[C], int column, const Quad<W> *quads, WideInts (&parts)[N][C]) {
+#pragma GCC unroll 8
+    for (int quad = 0; quad < QUADS; quad++) {
+        Weights<W> weights[C];
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c++)
+            weights[c] = Weights<W>(at[c], quad, (column + c) % COLUMNS * WIDTH);
+#pragma GCC unroll 8
+        for (int n = FIRST; n < FIRST + NUM; n++)
+#pragma GCC unroll 2
+            for (int c = 0; c < C; c++)
+                parts[n][c] = weights[c].add_to(parts[n][c], quads[quad * N + n]);
+    }
+}
+
+// Add the products of the low bytes, for each part that has them.
+template <class W, int N, int C, int FIRST = 0>
+inline void add_low(const uint8_t *const (&at)[C], int column, TileGroup<W> rows, WideInts (&parts)[N][C]) {
+    constexpr int NUM = std::min(PART, N - FIRST);
+    if (rows.has_low()[FIRST]) {
+#pragma GCC unroll 8
+        for (int n = FIRST; n < FIRST + NUM; n++)
+#pragma GCC unroll 2
+            for (int c = 0; c < C; c++)
+                parts[n][c] = (parts[n][c] << 8) + rows.low_starts()[n];
+        add_quads<W, N, C, FIRST, NUM>(at, column, rows.low(), parts);
+    }
+    if constexpr (FIRST + NUM < N)
+        add_low<W, N, C, FIRST + NUM>(at, column, rows, parts);
+}
+
+// Whether the sums of a group do not start at 0: weights are multiplied plus 8 or 128.
+template <class W> constexpr bool HAS_STARTS = IS_SPLIT<W> || (IS_INT4<W> && !HAS_OFFSETS<W>);
 
 // N rows times C columns from `block` on: [row][column] vectors of WIDTH products.
 template <class W, int N, int C>
@@ -173,40 +142,30 @@ inline void multiply_columns(const uint8_t *block, size_t stride, int column, in
     for (int c = 0; c < C; c++)
         at[c] = block + (column + c) / COLUMNS * stride;
     WideFloats sums[N][C] = {};
-    for (int first = 0; first < inputs; first += GROUP, x += tile_bytes<W>(N, GROUP)) {
-        const Quad<W> *quads = (const Quad<W> *)x;
-        const float *scales = (const float *)(quads + QUADS * N);
-        const int32_t *totals = (const int32_t *)(scales + N);
-        WideInts parts[N][C];
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++)
-#pragma GCC unroll 2
-            for (int c = 0; c < C; c++)
-                parts[n][c] = Weights<W>::start(totals[n]);
-#pragma GCC unroll 8
-        for (int quad = 0; quad < QUADS; quad++) {
-            Weights<W> weights[C];
-#pragma GCC unroll 2
-            for (int c = 0; c < C; c++)
-                weights[c] = Weights<W>(at[c], quad, (column + c) % COLUMNS * WIDTH);
+    for (int first = 0; first < inputs; first += GROUP, x += TileGroup<W>::bytes(N)) {
+        const TileGroup<W> rows{(uint8_t *)x, N};
+        WideInts parts[N][C] = {};
+        if constexpr (HAS_STARTS<W>)
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++)
 #pragma GCC unroll 2
                 for (int c = 0; c < C; c++)
-                    parts[n][c] = weights[c].add_to(parts[n][c], quads[quad * N + n]);
-        }
+                    parts[n][c] = WideInts{} + rows.starts()[n];
+        add_quads<W, N, C, 0, N>(at, column, rows.quads(), parts);
+        if constexpr (IS_SPLIT<W>)
+            add_low<W, N, C>(at, column, rows, parts);
 #pragma GCC unroll 2
         for (int c = 0; c < C; c++) {
             const int lane = (column + c) % COLUMNS * WIDTH;
             const WideFloats scale = (WideFloats)wide_from_half((const uint16_t *)at[c] + lane);
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++)
-                sums[n][c] += __builtin_convertvector(parts[n][c], WideFloats) * (scale * scales[n]);
+                sums[n][c] += __builtin_convertvector(parts[n][c], WideFloats) * (scale * rows.scales()[n]);
             if constexpr (HAS_OFFSETS<W>) {
                 const WideFloats offset = (WideFloats)wide_from_half((const uint16_t *)at[c] + LANES + lane);
 #pragma GCC unroll 8
                 for (int n = 0; n < N; n++)
-                    sums[n][c] += offset * (scales[n] * (float)totals[n]);
+                    sums[n][c] += offset * rows.totals()[n];
             }
 #pragma GCC unroll 16
             for (size_t ahead = 0; ahead < W::BYTES; ahead += 64)
@@ -235,17 +194,17 @@ inline void multiply_blocks(const uint8_t *blocks, size_t stride, int inputs, co
 template <class W, class Use>
 inline void multiply_integers(const uint8_t *blocks, size_t stride, int number, int inputs, const uint8_t *x, int num,
                               Use &&use) {
-    in_tiles<TILE>(num, [&]<int N>(int first) {
-        const uint8_t *rows = x + tile_bytes<W>(first, inputs);
+    const auto multiply_tile = [&]<int N, int C>(int first) {
         Floats products[N][2];
-        if (num <= TILE) // the weights come from memory, and in their order they come fastest
-            multiply_blocks<W, N, COLUMNS>(blocks, stride, inputs, rows, products);
-        else
-            multiply_blocks<W, N, 2>(blocks, stride, inputs, rows, products);
+        multiply_blocks<W, N, C>(blocks, stride, inputs, x + tile_bytes<W>(first, inputs), products);
         for (int n = 0; n < N; n++)
             for (int block = 0; block < 2; block++)
                 use(first + n, number + block, products[n][block]);
-    });
+    };
+    if (num <= ALONE) // the weights come from memory, and in their order they come fastest
+        in_tiles<ALONE>(num, [&]<int N>(int first) { multiply_tile.template operator()<N, COLUMNS>(first); });
+    else
+        in_tiles<TILE>(num, [&]<int N>(int first) { multiply_tile.template operator()<N, 2>(first); });
 }
 
 #endif

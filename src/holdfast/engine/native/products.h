@@ -33,10 +33,11 @@ class Products {
     Products(Pool &shared, bool may_mix) : pool(shared), mixes(may_mix), rooms(shared.num_threads()) {}
 
     // to[row, output] = product
-    void write(const Matrix &m, const float *x, int num, float *to) {
-        each(m, x, num, [&](int row, int block, Floats products) {
+    void write(const Matrix &m, const float *x, int num, float *to, Rounding rounding = Rounding::MIXED) {
+        const auto keep = [&](int row, int block, Floats products) {
             put(to + (size_t)row * m.outputs, m.outputs, block, products);
-        });
+        };
+        each(m, x, num, keep, rounding);
     }
 
     // to[row, output] += product
@@ -48,7 +49,8 @@ class Products {
     }
 
     // Calls use(row, block, products) for all blocks of `m`. One thread handles the two blocks of a pair, in order.
-    template <class Use> void each(const Matrix &m, const float *x, int num, Use &&use) {
+    template <class Use>
+    void each(const Matrix &m, const float *x, int num, Use &&use, Rounding rounding = Rounding::MIXED) {
         constexpr size_t PIECE = 1 << 16; // bytes of weights in one piece of work
         const size_t stride = block_bytes(m.kind, m.inputs);
         const int pairs = m.num_blocks / 2;
@@ -56,7 +58,7 @@ class Products {
         const int size = std::clamp((int)(PIECE / (2 * stride)), 1, fair);
         with_kind(m.kind, [&](auto w) {
             using W = typename decltype(w)::type;
-            const Input input = interleaved<W>(m.inputs, x, num);
+            const Input input = interleaved<W>(m.inputs, x, num, rounding);
             pool.run((pairs + size - 1) / size, [&](int piece, int thread) {
                 for (int block = 2 * piece * size; block < 2 * std::min(pairs, (piece + 1) * size); block += 2)
                     multiply_pair<W>(m.blocks + block * stride, stride, block, m.inputs, input, rooms[thread], use);
@@ -85,18 +87,21 @@ class Products {
         return HAS_PAIRS && mixes && std::is_same_v<W, Bfloat16> && num > FEW ? Form::PAIRS : Form::FLOATS;
     }
 
-    template <class W> Input interleaved(int inputs, const float *x, int num) {
+    template <class W> Input interleaved(int inputs, const float *x, int num, Rounding rounding) {
         const Form form = form_of<W>(num);
         if (num == 1 && form == Form::FLOATS)
             return {form, (const uint8_t *)x, num};
-        const int most = form == Form::INTEGERS ? TILE : ROWS;
-        rows_beside.resize((size_t)num * inputs * sizeof(float));
+        const bool is_integer = form == Form::INTEGERS;
+        const int most = is_integer ? tile_rows(num) : ROWS;
+        rows_beside.resize(is_integer ? tile_bytes<W>(num, inputs) : (size_t)num * inputs * sizeof(float));
         pool.run((num + most - 1) / most, [&](int tile, int) {
             const int first = tile * most, size = std::min(most, num - first);
             const float *from = x + (size_t)first * inputs;
             if constexpr (IS_INTEGER<W>)
-                if (form == Form::INTEGERS)
-                    return interleave_integers<W>(from, size, inputs, &rows_beside[tile_bytes<W>(first, inputs)]);
+                if (is_integer) {
+                    uint8_t *to = &rows_beside[tile_bytes<W>(first, inputs)];
+                    return interleave_integers<W>(from, size, inputs, rounding, to);
+                }
             if (form == Form::PAIRS)
                 return interleave_pairs(from, size, inputs, (uint32_t *)rows_beside.data() + (size_t)first * inputs / 2);
             interleave(from, size, inputs, (float *)rows_beside.data() + (size_t)first * inputs);

@@ -115,43 +115,6 @@ template <int W> inline Floats halved(Floats a, Floats b) {
     }(std::make_integer_sequence<int, LANES>{});
 }
 
-// In every span of 2 * W lanes, the second half of the vectors 0 to W - 1 changes places with the first half of those W
-// further, and so on.
-template <int W> inline void swap_halves(NativeInts (&v)[NATIVE]) {
-#pragma GCC unroll 16
-    for (int i = 0; i < NATIVE; i++)
-        if ((i & W) == 0) {
-            const NativeInts a = v[i], b = v[i + W];
-            [&]<int... L>(std::integer_sequence<int, L...>) {
-                constexpr auto source = [](int lane) { return (lane & W ? NATIVE - W : 0) + lane; };
-#if defined(__clang__) || __GNUC__ >= 12
-                v[i] = __builtin_shufflevector(a, b, source(L)...);
-                v[i + W] = __builtin_shufflevector(a, b, (source(L) + W)...);
-#else
-                v[i] = __builtin_shuffle(a, b, NativeInts{source(L)...});
-                v[i + W] = __builtin_shuffle(a, b, NativeInts{(source(L) + W)...});
-#endif
-            }(std::make_integer_sequence<int, NATIVE>{});
-        }
-    if constexpr (W > 1)
-        swap_halves<W / 2>(v);
-}
-
-// Lane i of row j becomes lane j of row i.
-inline void transpose(const uint8_t *const (&rows)[LANES], Ints (&out)[LANES]) {
-    for (int i = 0; i < LANES; i += NATIVE)
-        for (int j = 0; j < LANES; j += NATIVE) {
-            NativeInts block[NATIVE];
-#pragma GCC unroll 16
-            for (int n = 0; n < NATIVE; n++)
-                block[n] = load<NativeInts>(rows[i + n] + j * sizeof(int32_t));
-            swap_halves<NATIVE / 2>(block);
-#pragma GCC unroll 16
-            for (int n = 0; n < NATIVE; n++)
-                std::memcpy((int32_t *)&out[j + n] + i, &block[n], sizeof block[n]);
-        }
-}
-
 inline float sum_of(Floats v) {
     v = halved<8>(v, v);
     v = halved<4>(v, v);
