@@ -1,11 +1,13 @@
 """Gate and store, driven by hypothesis against plain sets."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from holdfast.errors import CapacityExhausted, SessionBusy, SessionNotFound
+from holdfast.errors import CapacityExhausted, SessionBusy, SessionFailed, SessionNotFound
 from holdfast.sessions import session as stores
 from holdfast.sessions.session import Session, SessionGate, SessionRegistry, new_session_id
 from tests.effort import examples
@@ -13,8 +15,15 @@ from tests.effort import examples
 OWNERS = ("ann", "bob")
 
 
+def live_session(number: int, owner: str = "ann", clock: Callable[[], float] = lambda: 0.0) -> Session:
+    session = Session(id=new_session_id(), number=number, owner=owner, sink=4, eos_token_ids=frozenset(), clock=clock)
+    session.handle = 0
+    return session
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """Create, use, release, close and expire in any order: nobody is lost, nobody busy is evicted."""
+    """Create, use, park, wake, fail, close and expire in any order: nobody is lost, nobody busy is evicted, and the
+    places that are taken are those of the sessions with a slab."""
 
     sessions = Bundle("sessions")
 
@@ -30,38 +39,64 @@ class StoreMachine(RuleBasedStateMachine):
     def _tick(self) -> None:
         self.now += 1
 
+    def _live(self) -> list[Session]:
+        return [session for session in self.living.values() if session.handle is not None]
+
     @rule(target=sessions, owner=st.sampled_from(OWNERS))
     def create(self, owner: str) -> object:
         self._tick()
-        idle = [s for s in self.living.values() if s.id not in self.busy]
-        if len(self.living) == self.capacity and not idle:
+        live = self._live()
+        idle = [s for s in live if s.id not in self.busy]
+        if len(live) == self.capacity and not idle:
             with pytest.raises(CapacityExhausted):
                 self.store.claim_place()
             return multiple()
         victim = self.store.claim_place()
-        if len(self.living) == self.capacity:
+        if len(live) == self.capacity:
             assert victim is min(idle, key=lambda s: s.last_used)
             self.store.remove(victim, "evicted")
             del self.living[victim.id]
             self.gone[victim.id] = (victim.owner, "evicted")
         else:
             assert victim is None
-        session = Session(
-            id=new_session_id(),
-            number=len(self.gone) + len(self.living),
-            owner=owner,
-            handle=0,
-            sink=4,
-            eos_token_ids=frozenset(),
-            clock=lambda: self.now,
-        )
+        session = live_session(len(self.gone) + len(self.living), owner, lambda: self.now)
         self.store.add(session)
         self.living[session.id] = session
         return session
 
+    @rule(target=sessions, owner=st.sampled_from(OWNERS), has_slab=st.booleans())
+    def load(self, owner: str, has_slab: bool) -> Session:
+        """One that was at rest, and may have a slab before it is here."""
+        session = live_session(len(self.gone) + len(self.living), owner, lambda: self.now)
+        if not has_slab or self.store.is_full:
+            session.handle = None
+        self.store.add_parked(session)
+        self.living[session.id] = session
+        return session
+
+    @rule(session=sessions)
+    def park(self, session: Session) -> None:
+        """Those that have left the store are freed as well: they took no place any more."""
+        session.handle = None
+
+    @rule(session=sessions)
+    def wake(self, session: Session) -> None:
+        if session.id not in self.living:
+            session.handle = 0
+        elif session.handle is None and not self.store.is_full:
+            assert self.store.claim_place() is None
+            session.handle = 0
+            self.store.release_place()
+
+    @rule(session=sessions)
+    def fail(self, session: Session) -> None:
+        """A session that has failed keeps its slab until it is closed."""
+        if session.id not in self.busy:
+            session.failure = "INV-1"
+
     @rule()
     def claim_and_give_up(self) -> None:
-        if len(self.living) < self.capacity:
+        if len(self._live()) < self.capacity:
             assert self.store.claim_place() is None
             self.store.release_place()
 
@@ -73,6 +108,9 @@ class StoreMachine(RuleBasedStateMachine):
                 session.enter()
         elif session.id in self.busy:
             with pytest.raises(SessionBusy):
+                session.enter()
+        elif session.failure:
+            with pytest.raises(SessionFailed):
                 session.enter()
         else:
             session.enter()
@@ -106,9 +144,16 @@ class StoreMachine(RuleBasedStateMachine):
     def the_living_are_those_in_the_store(self) -> None:
         if hasattr(self, "store"):
             assert {session.id for session in self.store} == set(self.living)
-            assert len(self.store) <= self.capacity
             idle = {s.id for s in self.store.idle_longer_than(3)}
             assert idle == {s.id for s in self.living.values() if s.id not in self.busy and self.now - s.last_used > 3}
+
+    @invariant()
+    def the_places_taken_are_those_of_the_sessions_with_a_slab(self) -> None:
+        if hasattr(self, "store"):
+            num_live = len(self._live())
+            assert self.store.num_live == num_live <= self.capacity
+            assert self.store.num_parked == len(self.living) - num_live
+            assert self.store.num_free == self.capacity - num_live
 
 
 TestStoreMachine = StoreMachine.TestCase
@@ -136,8 +181,7 @@ def test_ids_are_unguessable_and_the_gone_are_forgotten_in_the_end(monkeypatch: 
     sessions = []
     for number in range(2):
         store.claim_place()
-        fields = {"owner": "ann", "handle": 0, "sink": 0, "eos_token_ids": frozenset(), "clock": lambda: 0.0}
-        sessions.append(Session(id=new_session_id(), number=number, **fields))  # type: ignore[arg-type]
+        sessions.append(live_session(number))
         store.add(sessions[-1])
     for session in sessions:
         store.remove(session, "closed")

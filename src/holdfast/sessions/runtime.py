@@ -479,7 +479,7 @@ class Runtime:
         it is parked."""
         is_kept = fields["is_kept"]
         number = await self.journal.next_number() if is_kept or not self._keeps else 0
-        session = Session(id=new_session_id(), number=number, handle=None, clock=self._clock, **fields)
+        session = Session(id=new_session_id(), number=number, clock=self._clock, **fields)
         await self._count(session)
         try:
             if opening is None:

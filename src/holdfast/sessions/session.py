@@ -70,7 +70,6 @@ class Session:
     id: str
     number: int  # in order of creation; 0 of one that no list shows
     owner: str
-    handle: int | None  # None: parked
     sink: int
     eos_token_ids: frozenset[int]
     clock: Callable[[], float]
@@ -89,6 +88,8 @@ class Session:
     num_bytes: int = 0  # that were recorded since this process has it
     snapshot_id: str = ""  # under which its snapshot is kept: its own id, or what names the conversation that it caches
     gate: SessionGate = field(init=False)
+    on_handle: "Callable[[Session], None] | None" = field(default=None, init=False)  # of the registry that has it
+    _handle: int | None = field(default=None, init=False)
     inv1_violations: int = 0
     num_rewinds: int = 0
     failure: str | None = None
@@ -107,6 +108,17 @@ class Session:
         self.gate = SessionGate(self.id)
         self.snapshot_id = self.snapshot_id or self.id
         self.last_used = self.clock()
+
+    @property
+    def handle(self) -> int | None:
+        """The backend's, as long as the session has a slab. None: parked."""
+        return self._handle
+
+    @handle.setter
+    def handle(self, handle: int | None) -> None:
+        self._handle = handle
+        if self.on_handle is not None:
+            self.on_handle(self)
 
     def enter(self, turn_id: str = "") -> None:
         """Claim the session. Raises at once where it is closed, busy or failed."""
@@ -199,7 +211,6 @@ def restored(stored: StoredSession, clock: Callable[[], float]) -> Session:
         id=facts.session_id,
         number=facts.number,
         owner=facts.owner,
-        handle=None,
         sink=facts.sink,
         eos_token_ids=frozenset(facts.eos_token_ids),
         clock=clock,
@@ -260,6 +271,7 @@ class SessionRegistry:
         self.capacity = capacity
         self._is_kept_elsewhere = is_kept_elsewhere
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._live: dict[str, Session] = {}  # those with a slab: found without a look at the many parked ones
         self._claimed = 0
         self._gone: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> (owner, why)
 
@@ -271,7 +283,7 @@ class SessionRegistry:
 
     @property
     def num_live(self) -> int:
-        return sum(session.handle is not None for session in self._sessions.values())
+        return len(self._live)
 
     @property
     def num_parked(self) -> int:
@@ -293,8 +305,7 @@ class SessionRegistry:
 
     def longest_live(self) -> Session:
         """The session that was used least recently of those that have a slab and can be parked."""
-        live = [s for s in self._sessions.values() if s.handle is not None]
-        idle = [s for s in live if not (s.is_busy or s.parking or s.is_leaving)]
+        idle = [s for s in self._live.values() if not (s.is_busy or s.parking or s.is_leaving)]
         if not idle:
             raise CapacityExhausted(f"all {self.capacity} sessions are busy; try again soon or raise --sessions")
         return min(idle, key=lambda session: session.last_used)
@@ -328,10 +339,10 @@ class SessionRegistry:
     def add(self, session: Session) -> None:
         """Fill a claimed place."""
         self._claimed -= 1
-        self._sessions[session.id] = session
+        self._register(session)
 
     def add_parked(self, session: Session) -> None:
-        self._sessions[session.id] = session
+        self._register(session)
 
     def remove(self, session: Session, why: str) -> None:
         """Remove a session and remember why. From now on it cannot be claimed."""
@@ -342,7 +353,9 @@ class SessionRegistry:
     def discard(self, session: Session) -> None:
         """Remove a session that goes on elsewhere. Here it cannot be claimed from now on."""
         session.gate.close()
+        session.on_handle = None
         del self._sessions[session.id]
+        self._live.pop(session.id, None)
 
     def remember(self, session_id: str, owner: str, why: str) -> None:
         """What became of a session that is gone."""
@@ -373,3 +386,14 @@ class SessionRegistry:
 
     def idle_longer_than(self, seconds: float) -> list[Session]:
         return [s for s in self._sessions.values() if s.is_idle and s.idle_s > seconds]
+
+    def _register(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        session.on_handle = self._note_slab
+        self._note_slab(session)
+
+    def _note_slab(self, session: Session) -> None:
+        if session.handle is None:
+            self._live.pop(session.id, None)
+        else:
+            self._live[session.id] = session
