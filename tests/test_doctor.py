@@ -35,10 +35,10 @@ from holdfast.cli.checks import (
     require_fit,
 )
 from holdfast.cli.machine import CudaDevice, DataDirectory, Library, Memory, find_data
-from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes, window_table
+from holdfast.cli.models import RUNTIME_BYTES, Sizes, weight_bytes, window_table
 from holdfast.config import EngineConfig
 from holdfast.engine.factory import build_engine
-from holdfast.engine.interface import engine_info
+from holdfast.engine.interface import engine_info, kv_bytes_per_position
 from holdfast.engine.native import NativeEngine
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.torch import TorchEngine
@@ -297,7 +297,7 @@ def test_the_sizes_are_those_of_the_engine(default_source: GGUFSource, dtype: st
     engine = build_engine(default_source, config)
     assert isinstance(engine, NativeEngine)
     arch = default_source.architecture
-    sizes = Sizes(weight_bytes=0, token_bytes=token_bytes(arch, dtype), memory_bytes=None)
+    sizes = Sizes(weight_bytes=0, token_bytes=kv_bytes_per_position(arch, "bfloat16"), memory_bytes=None)
     assert 2 * sizes.slab_bytes(engine.shape) == engine.kv_reserved_bytes
     held = sum(array.nbytes for array in engine.arrays.values() if array.ndim == 2)
     assert weight_bytes(arch, dtype, "cpu", is_native=True) == held
@@ -309,8 +309,8 @@ def test_fp8_halves_the_weights_of_layers_and_the_cache(default_source: GGUFSour
     plain, small = (
         engine_info("m", arch, digest="d", dtype="fp8", shape=shape, kv_dtype=kv_dtype) for kv_dtype in ("auto", "fp8")
     )
-    assert plain.kv_bytes_per_position == token_bytes(arch, "fp8") == 23_040
-    assert small.kv_bytes_per_position == token_bytes(arch, "fp8", "fp8") == 23_040 // 2 + 2 * 30 * 3 * 2
+    assert plain.kv_bytes_per_position == 23_040
+    assert small.kv_bytes_per_position == 23_040 // 2 + 2 * 30 * 3 * 2
     assert plain.fingerprint != small.fingerprint  # a snapshot of one does not fit the other
     embedding = arch.vocab_size * arch.hidden_size
     assert weight_bytes(arch, "fp8", "cuda") == arch.num_parameters + embedding

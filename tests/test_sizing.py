@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.models import VALUE_BYTES, Sizes, token_bytes
+from holdfast.cli.models import Sizes
 from holdfast.config import EngineConfig
+from holdfast.engine.interface import kv_bytes_per_position
 from holdfast.engine.slab import SlabShape
 from holdfast.models import Architecture, GGUFSource
 from holdfast.models.architecture import from_hf_config
@@ -49,7 +50,7 @@ def _row(name: str, arch: Architecture, dtype: str) -> str:
         prefill_chunk=config.prefill_chunk,
         rewind_tokens=config.rewind_tokens,
     )
-    each = token_bytes(arch, dtype)
+    each = kv_bytes_per_position(arch, dtype)
     slab = Sizes(weight_bytes=0, token_bytes=each, memory_bytes=None).slab_bytes(shape)
     num_snapshots = 10**9 // ((config.sink + shape.recent) * each)
     windows = [_megabytes(size) for size in _windows(arch, dtype)]
@@ -59,7 +60,7 @@ def _row(name: str, arch: Architecture, dtype: str) -> str:
 def _windows(arch: Architecture, dtype: str) -> list[int | None]:
     """Full windows beside the default sink; None: beyond the model's context."""
     lengths = [EngineConfig().sink + recent for recent in WINDOWS]
-    return [length * token_bytes(arch, dtype) if length <= arch.context else None for length in lengths]
+    return [length * kv_bytes_per_position(arch, dtype) if length <= arch.context else None for length in lengths]
 
 
 def _megabytes(size: int | None) -> str:
@@ -69,13 +70,13 @@ def _megabytes(size: int | None) -> str:
 def test_the_sizing_table_is_what_the_code_computes(default_source: GGUFSource) -> None:
     architectures = {default_source.name: default_source.architecture}
     architectures |= {name: from_hf_config(config) for name, config in CONFIGS.items()}
-    rows = [_row(name, arch, dtype) for name, arch in architectures.items() for dtype in reversed(VALUE_BYTES)]
+    rows = [_row(name, arch, dtype) for name, arch in architectures.items() for dtype in ("bfloat16", "float32")]
     table = "\n".join([HEADER, "|---" * 8 + "|", *rows])
     assert table in DOCUMENT.read_text(encoding="utf-8"), f"the table should be\n\n{table}"
 
 
 def test_the_default_window_takes_47_mb(default_source: GGUFSource) -> None:
-    assert token_bytes(default_source.architecture, "bfloat16") == 23_040
+    assert kv_bytes_per_position(default_source.architecture, "bfloat16") == 23_040
     windows = _windows(default_source.architecture, "bfloat16")
     assert windows[1] == pytest.approx(47e6, rel=0.01)
     assert windows[2] is None  # with the sinks it is beyond the model's context

@@ -25,6 +25,7 @@ from holdfast.bench.turn_series import TurnMeasurement, aggregate_run, in_bucket
 from holdfast.chat.chat_model import load_chat
 from holdfast.config import DEFAULT_MODEL, ChatConfig, EngineConfig, option
 from holdfast.engine.factory import device_of, has_exact_engine, resolved_dtype
+from holdfast.engine.interface import CACHE_DTYPES, cache_dtype, kv_bytes_per_position
 from holdfast.errors import ConfigError
 from holdfast.models import open_model
 
@@ -41,7 +42,6 @@ _LONG_RUN_S = 14_400.0
 _MAX_FAILED = 3  # turns in a row, after which the server counts as gone
 _PAUSE_S = 0.5  # after a failed turn
 INEXACT = "this engine has no --deterministic: whether chunks change the sampled tokens was not judged"
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "int8": 2, "int4": 2, "fp8": 2}  # of the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ class LongSessionSettings:
     def __post_init__(self) -> None:
         if bool(self.server) != bool(self.http):
             raise ConfigError("--server HOST:PORT and --http URL must be given together")
-        if self.dtype not in ("auto", *_ITEMSIZES):
-            raise ConfigError(f"dtype must be one of auto, {', '.join(_ITEMSIZES)}, got {self.dtype!r}")
+        if self.dtype not in ("auto", *CACHE_DTYPES):
+            raise ConfigError(f"dtype must be one of auto, {', '.join(CACHE_DTYPES)}, got {self.dtype!r}")
 
     @property
     def num_turns(self) -> int:
@@ -224,9 +224,7 @@ class _LongSessionRun:
         if (served := client.model_info()).tokenizer_hash != source.tokenizer_hash:
             raise ConfigError(f"the server has {served.name}, not {settings.model}; pass its model with --model")
         arch = source.architecture
-        self._position_bytes = (
-            2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * _ITEMSIZES[settings.served_dtype]
-        )
+        self._position_bytes = kv_bytes_per_position(arch, cache_dtype(settings.served_dtype))
         self._settings = settings
         self._results = results
         self._server = server

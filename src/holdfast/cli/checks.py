@@ -12,10 +12,10 @@ from holdfast.chat.abilities import Abilities
 from holdfast.chat.chat_model import load_chat
 from holdfast.cli import machine
 from holdfast.cli.machine import DataDirectory, Library, Memory
-from holdfast.cli.models import RUNTIME_BYTES, Sizes, token_bytes, weight_bytes
+from holdfast.cli.models import RUNTIME_BYTES, Sizes, weight_bytes
 from holdfast.config import ChatConfig, EngineConfig, ServeConfig, UpstreamConfig, check_upstream, flag_of
 from holdfast.engine import factory
-from holdfast.engine.interface import engine_info
+from holdfast.engine.interface import cache_dtype, engine_info, kv_bytes_per_position
 from holdfast.engine.slab import SlabShape
 from holdfast.engine.weights import open_weights
 from holdfast.engine.window import Window
@@ -54,9 +54,8 @@ class ModelFacts:
         dtype = factory.resolved_dtype(config.dtype, self.architecture, device)
         arch, is_native = self.architecture, device == "cpu" and factory.is_native(self.architecture, dtype)
         weights = self.file_bytes if self.is_quantised else weight_bytes(arch, dtype, device, is_native=is_native)
-        sizes = Sizes(
-            weight_bytes=weights, token_bytes=token_bytes(arch, dtype, config.kv_dtype), memory_bytes=memory_bytes
-        )
+        token_bytes = kv_bytes_per_position(arch, cache_dtype(dtype, config.kv_dtype))
+        sizes = Sizes(weight_bytes=weights, token_bytes=token_bytes, memory_bytes=memory_bytes)
         if config.proposer != "draft_model" or not config.draft_model:
             return sizes
         small = replace(factory.draft_config(config), proposer="none")

@@ -10,13 +10,12 @@ from rich.console import Console
 from holdfast.cli.usage import is_agreed
 from holdfast.config import DEFAULT_MODEL
 from holdfast.engine.factory import DRAFT_PIN
+from holdfast.engine.interface import ITEMSIZES, kv_bytes_per_position
 from holdfast.engine.slab import SlabShape
 from holdfast.errors import ModelError
 from holdfast.models import BUNDLED, Architecture, hub, open_model, pull
 
-VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of a value in the cache; with weights of fewer bits the cache is bfloat16
 WINDOWS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-_KV_SCALE_BYTES = 2  # of a head's key or value in fp8
 RUNTIME_BYTES = 600_000_000  # interpreter, libraries, activations of one step
 _INT8_WEIGHT_BYTES = 34 / 32  # including its share of the scale
 _INT4_WEIGHT_BYTES = 20 / 32  # including its share of scale and offset
@@ -107,7 +106,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     source = open_model(arguments.model)
     arch = source.architecture
-    per_token = token_bytes(arch, "bfloat16")
+    per_token = kv_bytes_per_position(arch, "bfloat16")
     size = sum(file.stat().st_size for file in source.weight_files)
     for name, value in (
         ("name", source.name),
@@ -157,13 +156,6 @@ class WindowRow:
     num_fitting: int | None
 
 
-def token_bytes(arch: Architecture, dtype: str, kv_dtype: str = "auto") -> int:
-    """Keys and values of one token in all layers."""
-    plain = arch.head_dim * VALUE_BYTES.get(dtype, VALUE_BYTES["bfloat16"])
-    head = arch.head_dim + _KV_SCALE_BYTES if kv_dtype == "fp8" else plain
-    return arch.num_layers * 2 * arch.num_kv_heads * head
-
-
 def weight_bytes(arch: Architecture, dtype: str, device: str, *, is_native: bool = False) -> int:
     """Weights in memory. On torch and MLX the output head is float32, except on CUDA."""
     if dtype == "int8":
@@ -171,16 +163,16 @@ def weight_bytes(arch: Architecture, dtype: str, device: str, *, is_native: bool
     num_head = arch.vocab_size * arch.hidden_size
     if dtype == "fp8":  # embedding and head are bfloat16
         num_plain = num_head * (1 if arch.has_tied_embeddings else 2)
-        return arch.num_parameters - num_plain + num_plain * VALUE_BYTES["bfloat16"]
+        return arch.num_parameters - num_plain + num_plain * ITEMSIZES["bfloat16"]
     if dtype == "int4":  # embedding and head have eight bits
         num_eight = num_head * (1 if arch.has_tied_embeddings else 2)
         return round(num_eight * _INT8_WEIGHT_BYTES + (arch.num_parameters - num_eight) * _INT4_WEIGHT_BYTES)
-    plain = arch.num_parameters * VALUE_BYTES[dtype]
+    plain = arch.num_parameters * ITEMSIZES[dtype]
     if dtype == "float32" or device == "cuda" or is_native:
         return plain
     # On torch a tied embedding stays beside its float32 copy; otherwise the head itself is wider.
     has_copy = arch.has_tied_embeddings and device == "cpu"
-    return plain + num_head * (VALUE_BYTES["float32"] - (0 if has_copy else VALUE_BYTES[dtype]))
+    return plain + num_head * (ITEMSIZES["float32"] - (0 if has_copy else ITEMSIZES[dtype]))
 
 
 def window_table(

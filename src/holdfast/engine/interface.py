@@ -22,9 +22,9 @@ from holdfast.models import Architecture
 
 Logits = Any  # an implementation's own array of shape [sum of num_logits, vocabulary]
 
-# By the dtype of the weights.
-_CACHE_DTYPES = {"float32": "float32"} | dict.fromkeys(("bfloat16", "fp8", "int8", "int4"), "bfloat16")
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "fp8": 1}
+# By the dtype of the weights, where no other is asked for.
+CACHE_DTYPES = {"float32": "float32"} | dict.fromkeys(("bfloat16", "fp8", "int8", "int4"), "bfloat16")
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 _SCALE_BYTES = 2  # of a head's key or value in an fp8 cache
 
 
@@ -39,7 +39,6 @@ class EngineInfo:
     num_kv_heads: int
     head_dim: int
     kv_dtype: str  # "float32", "bfloat16" or "fp8"
-    kv_itemsize: int
     fingerprint: str  # of weights, dtype and rotary settings; snapshots fit only engines with the same one
     dtype: str = "float32"  # of the weights
     row_invariant: bool = False  # whether a row's bits do not depend on the other rows of a batch
@@ -47,12 +46,33 @@ class EngineInfo:
 
     @property
     def kv_bytes_per_position(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.kv_width * self.kv_itemsize
+        return kv_bytes_per_position(self, self.kv_dtype)
+
+    @property
+    def kv_itemsize(self) -> int:
+        return ITEMSIZES[self.kv_dtype]
 
     @property
     def kv_width(self) -> int:
-        """How many items a head's key or value takes in the cache: its elements, and the bytes of its scale in fp8."""
-        return self.head_dim + (_SCALE_BYTES if self.kv_dtype == "fp8" else 0)
+        return kv_width(self.head_dim, self.kv_dtype)
+
+
+def cache_dtype(dtype: str, kv_dtype: str = "auto") -> str:
+    """What `kv_dtype` means beside weights of `dtype`. Raises InvalidArgument for weights that are not supported."""
+    if dtype not in CACHE_DTYPES:
+        raise InvalidArgument(f"dtype {dtype!r} is not supported; choose one of {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[dtype] if kv_dtype == "auto" else kv_dtype
+
+
+def kv_bytes_per_position(sizes: Architecture | EngineInfo, kv_dtype: str) -> int:
+    """Keys and values of one position in all layers."""
+    width = kv_width(sizes.head_dim, kv_dtype)
+    return sizes.num_layers * 2 * sizes.num_kv_heads * width * ITEMSIZES[kv_dtype]
+
+
+def kv_width(head_dim: int, kv_dtype: str) -> int:
+    """How many items a head's key or value takes in the cache: its elements, and the bytes of its scale in fp8."""
+    return head_dim + (_SCALE_BYTES if kv_dtype == "fp8" else 0)
 
 
 def engine_info(
@@ -70,9 +90,7 @@ def engine_info(
 
     Raises InvalidArgument for a dtype that is not supported or a window larger than the model's context.
     """
-    if dtype not in _CACHE_DTYPES:
-        raise InvalidArgument(f"dtype {dtype!r} is not supported; choose one of {', '.join(_CACHE_DTYPES)}")
-    kv_dtype = _CACHE_DTYPES[dtype] if kv_dtype == "auto" else kv_dtype
+    kv_dtype = cache_dtype(dtype, kv_dtype)
     if shape.max_pin + shape.recent > arch.context:
         most = arch.context - shape.max_pin
         raise InvalidArgument(
@@ -80,7 +98,7 @@ def engine_info(
             f"context of {arch.context}; lower {f'recent to {most} or less' if most > 0 else 'max_pin'}"
         )
     facts = [digest, dtype, arch.family, arch.norm_epsilon, arch.inverse_frequencies]
-    if kv_dtype != _CACHE_DTYPES[dtype]:
+    if kv_dtype != CACHE_DTYPES[dtype]:
         facts.append(kv_dtype)
     return EngineInfo(
         name=name,
@@ -90,7 +108,6 @@ def engine_info(
         num_kv_heads=arch.num_kv_heads,
         head_dim=arch.head_dim,
         kv_dtype=kv_dtype,
-        kv_itemsize=_ITEMSIZES[kv_dtype],
         fingerprint=hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(),
         dtype=dtype,
         row_invariant=row_invariant,

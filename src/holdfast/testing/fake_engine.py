@@ -31,7 +31,6 @@ class FakeEngine(Engine):
             num_kv_heads=1,
             head_dim=1,
             kv_dtype="float32",
-            kv_itemsize=self._cells.itemsize,
             fingerprint=fingerprint,
             row_invariant=True,
         )
