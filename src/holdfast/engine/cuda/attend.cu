@@ -79,6 +79,7 @@ struct Keys {
 struct Softmax {
   float top[2] = {LOWEST, LOWEST}, norm[2] = {0, 0};
   float mixed[8][4] = {};
+  u32 nans = 0;  // marks of NaN among the keys and values that this lane has read
 
   // The keys from `first` to `end` (of 16) of a tile.
   __device__ __forceinline__ void absorb(const byte* tile, const u32 (&query)[16], u32 scales, int first, int end, float scale,
@@ -89,6 +90,7 @@ struct Softmax {
     for (int half = 0; half < 2; half++) {
       const uint4 a = *(const uint4*)(tile + key_at(g, 4 * half + q)), b = *(const uint4*)(tile + key_at(g + 8, 4 * half + q));
       const u32* x = query + 8 * half;
+      nans |= nan_marks(a) | nan_marks(b);
       tile_product(score, even_bytes(a.x), even_bytes(b.x), odd_bytes(a.x), odd_bytes(b.x), x[0], x[1]);
       tile_product(score, even_bytes(a.y), even_bytes(b.y), odd_bytes(a.y), odd_bytes(b.y), x[2], x[3]);
       tile_product(score, even_bytes(a.z), even_bytes(b.z), odd_bytes(a.z), odd_bytes(b.z), x[4], x[5]);
@@ -126,7 +128,10 @@ struct Softmax {
     const u32 early = turned(two(score[0], score[1])), late = turned(two(score[2], score[3]));
     uint4 v[4];  // of keys 2q, 2q + 1, 2q + 8 and 2q + 9
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = *(const uint4*)(tile + value_at(2 * q + i % 2 + i / 2 * 8, g));
+    for (int i = 0; i < 4; i++) {
+      v[i] = *(const uint4*)(tile + value_at(2 * q + i % 2 + i / 2 * 8, g));
+      nans |= nan_marks(v[i]);
+    }
 #pragma unroll
     for (int t = 0; t < 8; t++) {
       u32 a[4];
@@ -223,6 +228,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) attend(const Attenti
     if (num_sink < count) softmax.absorb(from, query, own, num_sink, count, of.scale, lane);
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
+  // A NaN that a head has read makes all that it gets from this row NaN, as every result is divided by the norm.
+  if (__any_sync(~0u, softmax.nans & NAN_MARKS)) softmax.norm[0] = softmax.norm[1] = __uint_as_float(0x7fffffffu);
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll

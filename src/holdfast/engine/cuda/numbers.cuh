@@ -34,6 +34,13 @@ __device__ __forceinline__ float power(float v) {  // of two
 // partner in a product is raised, and their sum restored.
 constexpr float RAISED = 0x1p90f, RESTORED = 0x1p30f;
 
-// Bytes 0 and 2, and bytes 1 and 3, of four fp8.
+// Bytes 0 and 2, and bytes 1 and 3, of four fp8. NaN, whose lower seven bits are ones, would become a number.
 __device__ __forceinline__ u32 even_bytes(u32 word) { return (word << 8 & 0x80008000u) | (word << 4 & 0x07f007f0u); }
 __device__ __forceinline__ u32 odd_bytes(u32 word) { return (word & 0x80008000u) | (word >> 4 & 0x07f007f0u); }
+
+// Of four fp8, the highest bits of those that are NaN; the other bits mean nothing.
+__device__ __forceinline__ u32 nan_marks(u32 word) { return (word & 0x7f7f7f7fu) + 0x01010101u; }
+__device__ __forceinline__ u32 nan_marks(uint4 words) {
+  return nan_marks(words.x) | nan_marks(words.y) | nan_marks(words.z) | nan_marks(words.w);
+}
+constexpr u32 NAN_MARKS = 0x80808080u;
