@@ -52,7 +52,7 @@ class Fp8Attention:
         self._most_blocks = _BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
         macros = {"HEADS": arch.num_heads, "KV_HEADS": arch.num_kv_heads}
         self._kernel = Kernel(
-            _SOURCE, "attend", macros, threads=_THREADS, shared_bytes=_SHARED_BYTES, launch=Launch.OVERLAPPED
+            _SOURCE, "attend", macros, device, threads=_THREADS, shared_bytes=_SHARED_BYTES, launch=Launch.OVERLAPPED
         )
 
     def attend(self, queries: Pair, cache: Cache, places: Places, done: Tensor) -> Tensor:

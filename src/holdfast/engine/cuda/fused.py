@@ -131,6 +131,7 @@ class FusedStep:
                 "IN_FLIGHT": _IN_FLIGHT,
                 "SHARED_BYTES": _SHARED_BYTES,
             },
+            device,
             threads=_THREADS,
             shared_bytes=_SHARED_BYTES,
             launch=Launch.TOGETHER,

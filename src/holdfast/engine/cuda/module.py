@@ -1,4 +1,4 @@
-"""CUDA C++ for this device: compiled by NVRTC, which comes with torch, and launched on torch's stream.
+"""CUDA C++ for one device: compiled by NVRTC, which comes with torch, and launched on torch's stream.
 
 Knows nothing of what the kernels compute.
 """
@@ -54,19 +54,32 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """One kernel of a source file, with its macros. Loaded for as long as the process lives."""
+    """One kernel of a source file, with its macros, on one device. Loaded for as long as the process lives.
+
+    The driver loads and launches in the context of the thread's current device, which may be another one.
+    """
 
     def __init__(
-        self, source: Path, name: str, macros: Mapping[str, int], *, threads: int, shared_bytes: int, launch: Launch
+        self,
+        source: Path,
+        name: str,
+        macros: Mapping[str, int],
+        device: torch.device,
+        *,
+        threads: int,
+        shared_bytes: int,
+        launch: Launch,
     ) -> None:
-        binary = _compiled(source, macros)
+        binary = _compiled(source, macros, torch.cuda.get_device_capability(device))
+        self._device = device
         self._threads = threads
         self._shared_bytes = shared_bytes
         self._attribute = _Attribute(id=launch, value=(ctypes.c_int * 16)(1))
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), binary))
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
-        _check(_driver().cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes))
+        with torch.cuda.device(device):
+            _check(_driver().cuModuleLoadData(ctypes.byref(self._module), binary))
+            _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
+            _check(_driver().cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes))
 
     def launch(self, grid: tuple[int, int, int], argument: ctypes.Structure) -> None:
         """Does not wait for the result."""
@@ -74,17 +87,18 @@ class Kernel:
             grid=grid,
             block=(self._threads, 1, 1),
             shared_bytes=self._shared_bytes,
-            stream=torch.cuda.current_stream().cuda_stream,
+            stream=torch.cuda.current_stream(self._device).cuda_stream,
             attributes=ctypes.pointer(self._attribute),
             num_attributes=1,
         )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None))
+        with torch.cuda.device(self._device):
+            _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None))
 
 
-def _compiled(source: Path, macros: Mapping[str, int]) -> bytes:
-    """Machine code for the current device."""
-    major, minor = torch.cuda.get_device_capability()
+def _compiled(source: Path, macros: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+    """Machine code for devices of this compute capability."""
+    major, minor = capability
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", f"--include-path={source.parent}"]
     encoded = [option.encode() for option in [*options, *(f"-D{key}={value}" for key, value in macros.items())]]
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
