@@ -208,16 +208,7 @@ async def _endpoints(
             await cluster.join(member)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections need not walk through it
-        async with asyncio.TaskGroup() as group:
-            counting = group.create_task(_count(runtime))
-            tasks = [
-                counting,
-                group.create_task(runtime.reap()),
-                group.create_task(_watch(backend, grpc_server, runtime.metrics)),
-                group.create_task(_purge(runtime, config.retain_days)),
-                *([group.create_task(cluster.keep())] if cluster else []),
-            ]
-            await asyncio.wait([counting], timeout=_COUNT_S)
+        async with _upkeep(backend, runtime, grpc_server, cluster, config.retain_days) as group:
             if http:
                 group.create_task(http.serve())
             await grpc_server.start()
@@ -226,12 +217,32 @@ async def _endpoints(
                 yield ServerAddresses(_shown(config.grpc, grpc_server.port), shown)
             finally:
                 await drain(grpc_server, http)
-                for task in tasks:
-                    task.cancel()
         if storage.journal.keeps_bodies:
             await runtime.hand_over()
         if cluster is not None:
             await cluster.leave()
+
+
+@contextlib.asynccontextmanager
+async def _upkeep(
+    backend: ServedBackend, runtime: Runtime, grpc_server: GrpcServer, cluster: Cluster | None, retain_days: int
+) -> AsyncIterator[asyncio.TaskGroup]:
+    """What goes on beside the requests for as long as the context lasts, in a group: if one of it fails, all end."""
+    async with asyncio.TaskGroup() as group:
+        counting = group.create_task(_count(runtime))
+        tasks = [
+            counting,
+            group.create_task(runtime.reap()),
+            group.create_task(_watch(backend, grpc_server, runtime.metrics)),
+            group.create_task(_purge(runtime, retain_days)),
+            *([group.create_task(cluster.keep())] if cluster else []),
+        ]
+        await asyncio.wait([counting], timeout=_COUNT_S)
+        try:
+            yield group
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 def _chat_setup(runtime: Runtime, admission: Admission, config: ServeConfig, chat: Chat) -> ChatSetup:
