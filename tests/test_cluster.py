@@ -25,6 +25,7 @@ from holdfast.serving.cluster.membership import Cluster
 from holdfast.serving.grpc.gen import runtime_pb2 as pb
 from holdfast.serving.grpc.gen import runtime_pb2_grpc as rpc
 from holdfast.serving.http.app import _SESSION
+from holdfast.serving.http.openapi import build
 from tests.postgres import execute, fresh_database
 from tests.serving import Server, default_chat, serving, wordy_engine
 from tests.talking import chat_path, client_of, events_of, eventually, open_session, refusal_of, said, until
@@ -164,8 +165,6 @@ async def test_files_of_a_session_are_the_same_bytes_through_another_member(pair
 
 
 async def test_the_requests_above_cover_every_route_of_a_session() -> None:
-    from tests.test_http import build
-
     paths = {path for path in build()["paths"] if path.startswith(_SESSION)}
     asked = {
         f"{_SESSION}{path.partition('?')[0]}".replace("{response}", "{response_id}").replace(

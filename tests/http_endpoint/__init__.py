@@ -1,0 +1,1 @@
+"""The HTTP endpoint over real sockets, by topic."""
