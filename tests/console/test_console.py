@@ -108,6 +108,18 @@ def test_the_overview_lists_searches_sorts_and_opens(open_tab: Open, http: httpx
     assert kept in page.url
 
 
+def test_a_server_in_no_cluster_shows_no_members_and_is_asked_for_them_once(open_tab: Open) -> None:
+    page = open_tab().page
+    page.locator("main[data-loaded]").wait_for()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.reload()
+    page.locator("main[data-loaded]").wait_for()
+    page.wait_for_timeout(2500)  # beyond the pause between two looks
+    assert sum(url.endswith("/cluster") for url in asked) == 1
+    expect(page.locator(".members")).to_be_hidden()
+
+
 def test_the_overview_moves_with_what_happens(open_tab: Open, http: httpx.Client) -> None:
     page = open_tab().page
     page.locator("main[data-loaded]").wait_for()

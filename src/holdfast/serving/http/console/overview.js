@@ -1,7 +1,8 @@
-// All sessions of the owner: a list that can be searched and sorted, and what the server does right now.
+// All sessions of the owner: a list that can be searched and sorted, what the server does right now, and its cluster.
 
 import { follow, get, post } from "./api.js";
 import { announce, count, fill, fixed, grouped, h, loading, placeholder, plain, reward, s, short, span } from "./dom.js";
+import { members } from "./members.js";
 import { VirtualList } from "./virtual.js";
 
 const ROW_HEIGHT = 40;
@@ -110,7 +111,7 @@ export function overview(main, { setCrumbs, setConnection }) {
   const table = h("div.sessions", { role: "table", "aria-label": "Sessions", "aria-rowcount": "-1" }, h("div", { role: "rowgroup" }, heads), list.element);
   list.element.tabIndex = 0;
   list.element.setAttribute("aria-label", "Sessions; arrows choose, Enter opens");
-  fill(main, h("h1.sr", {}, "Sessions"), stats, h("div.bar", {}, h("label.search-box", {}, search, h("kbd", { "aria-hidden": "true" }, "/")), filters, total, create), h("div.list-frame", {}, table, state));
+  fill(main, h("h1.sr", {}, "Sessions"), stats, members(stopping.signal), h("div.bar", {}, h("label.search-box", {}, search, h("kbd", { "aria-hidden": "true" }, "/")), filters, total, create), h("div.list-frame", {}, table, state));
   main.className = "overview";
 
   function renderHeads() {
