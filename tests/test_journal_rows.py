@@ -10,6 +10,7 @@ from holdfast.sessions.journal.base import Rewarded, TurnDelivered
 from holdfast.sessions.journal.database import SqliteDatabase
 from holdfast.sessions.journal.recorder import RowBatch
 from holdfast.sessions.journal.sqlite import SqliteJournal
+from holdfast.sessions.record import TurnRecord, to_stored
 from tests.journaling import name, open_sessions, opening, same_turn, spoken
 
 NUM_TURNS = 45  # statements of 32, 8, 4 and 1
@@ -50,6 +51,10 @@ async def test_turns_are_delivered_whether_or_not_they_have_a_reward(tmp_path: P
     told = [(turn.is_delivered, turn.reward) for turn in session.turns[:4]]
     assert told == [(True, None), (True, 0.5), (True, 1.5), (False, None)]
     await journal.close()
+
+
+def test_every_field_of_a_turn_is_stored_in_the_order_of_the_structure() -> None:
+    assert tuple(to_stored(TurnRecord(number=1))) == TurnRecord.__struct_encode_fields__
 
 
 def test_rows_that_were_cleared_never_come() -> None:
