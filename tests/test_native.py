@@ -39,6 +39,13 @@ def _run(engine: NativeEngine, tokens: list[int], chunks: list[int]) -> np.ndarr
     return run_chunks(engine, SlabPool(2, SHAPE).acquire(4), tokens, chunks)
 
 
+@pytest.mark.timeout(60)
+def test_threads_end_whenever_their_decoder_does() -> None:
+    library, model, slabs = native.library(), native.ModelStruct(), native.SlabsStruct()
+    for _ in range(5000):
+        library.holdfast_free(library.holdfast_decoder(model, slabs, 3, False))
+
+
 @pytest.mark.parametrize("variant", native.usable_variants())
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_build_agrees_with_the_oracle(variant: str, family: str) -> None:

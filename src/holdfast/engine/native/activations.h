@@ -164,36 +164,42 @@ inline void write_words(const float *x, float largest, bool is_fine, bool has_lo
     }
 }
 
-// Write a tile of `num` rows to `out`.
-template <class W> inline void interleave_integers(const float *x, int num, int inputs, Rounding rounding, uint8_t *out) {
-    const int groups = inputs / GROUP;
-    const auto group = [&](int g) { return TileGroup<W>{out + g * TileGroup<W>::bytes(num), num}; };
-    const auto values = [&](int g, int n) { return x + (size_t)n * inputs + g * GROUP; };
-    if constexpr (IS_INT4<W>) {
-        for (int g = 0; g < groups; g++)
-            for (int n = 0; n < num; n++)
-                write_bytes(values(g, n), group(g), n);
-        return;
-    } else {
-        float limits[ALONE]; // of the squares of groups of eight bits
-        for (int n = 0; n < num; n++) {
-            float squares = 0;
-            for (int g = 0; g < groups; g++) {
-                const float largest = largest_size(values(g, n));
-                group(g).scales()[n] = largest;
-                squares += largest * largest;
-            }
-            limits[n] = rounding == Rounding::FINE ? 0.0f : squares / groups;
+// Of each row of a tile, the largest square of a group of eight bits.
+inline void find_limits(const float *x, int num, int inputs, float *limits) {
+    for (int n = 0; n < num; n++) {
+        float squares = 0;
+        for (int first = 0; first < inputs; first += GROUP) {
+            const float largest = largest_size(x + (size_t)n * inputs + first);
+            squares += largest * largest;
         }
-        for (int g = 0; g < groups; g++)
+        limits[n] = squares / (inputs / GROUP);
+    }
+}
+
+// Write the groups from number `begin` to `end` of a tile of `num` rows; `out` is where the tile begins.
+template <class W>
+inline void interleave_integers(const float *x, int num, int inputs, Rounding rounding, int begin, int end, uint8_t *out) {
+    float limits[ALONE] = {};
+    if (!IS_INT4<W> && rounding == Rounding::MIXED)
+        find_limits(x, num, inputs, limits);
+    for (int g = begin; g < end; g++) {
+        const TileGroup<W> group{out + g * TileGroup<W>::bytes(num), num};
+        const auto values = [&](int n) { return x + (size_t)n * inputs + g * GROUP; };
+        if constexpr (IS_INT4<W>) {
+            for (int n = 0; n < num; n++)
+                write_bytes(values(n), group, n);
+        } else {
             for (int first = 0; first < num; first += PART) {
-                const int end = std::min(first + PART, num);
-                const float *sizes = group(g).scales();
+                const int last = std::min(first + PART, num);
+                float sizes[ALONE];
                 bool is_fine[ALONE], has_low = false;
-                for (int n = first; n < end; n++)
+                for (int n = first; n < last; n++) {
+                    sizes[n] = largest_size(values(n));
                     has_low |= is_fine[n] = sizes[n] * sizes[n] > limits[n];
-                for (int n = first; n < end; n++)
-                    write_words(values(g, n), sizes[n], is_fine[n], has_low, group(g), n);
+                }
+                for (int n = first; n < last; n++)
+                    write_words(values(n), sizes[n], is_fine[n], has_low, group, n);
             }
+        }
     }
 }

@@ -20,19 +20,21 @@ struct Wanted { // how the tokens of one row are drawn, and which of them end it
 // Every row has one token, which is in `tokens`. Writes one Drawn per step and row; returns the number of steps.
 template <class Decoder>
 int decode_burst(Decoder &decoder, Row *rows, int num_rows, int32_t *tokens, const Wanted *wanted, int max_steps,
-                 double budget_s, float *logits, int vocabulary, Drawn *drawn) {
+                 double budget_s, float *logits, Drawn *drawn) {
     using Clock = std::chrono::steady_clock;
     const auto begun = Clock::now();
     for (int step = 1;; step++) {
         decoder.forward(rows, num_rows, tokens, logits);
         bool is_over = step == max_steps;
-        for (int r = 0; r < num_rows; r++, drawn++) {
-            rows[r].start++;
-            const Noise noise{wanted[r].seed, (uint64_t)rows[r].start, wanted[r].choice};
-            *drawn = draw(logits + (size_t)r * vocabulary, vocabulary, wanted[r].temperature, noise);
-            tokens[r] = drawn->token;
-            is_over |= wanted[r].is_end(drawn->token);
-        }
+        decoder.each_row(num_rows, [&](int r) {
+            const int size = decoder.model.vocabulary;
+            const Noise noise{wanted[r].seed, (uint64_t)++rows[r].start, wanted[r].choice};
+            drawn[r] = draw(logits + (size_t)r * size, size, wanted[r].temperature, noise);
+            tokens[r] = drawn[r].token;
+        });
+        for (int r = 0; r < num_rows; r++)
+            is_over |= wanted[r].is_end(tokens[r]);
+        drawn += num_rows;
         const double taken_s = std::chrono::duration<double>(Clock::now() - begun).count();
         if (is_over || taken_s / step * (step + 1) > budget_s)
             return step;

@@ -74,6 +74,11 @@ struct Decoder {
         speak(rows, num_rows, logits);
     }
 
+    // Calls act(row) for each row, side by side.
+    template <class Act> void each_row(int num_rows, Act &&act) {
+        pool.run(num_rows, [&](int row, int) { act(row); });
+    }
+
   private:
     Pool pool;
     Products products;
@@ -151,14 +156,14 @@ struct Decoder {
         const int half = model.dim / 2;
         for (auto *table : {&recent_rotation.cos, &recent_rotation.sin, &sink_rotation.cos, &sink_rotation.sin})
             table->resize((size_t)num_tokens * half);
-        size_t at = 0;
-        for (const auto &[row, position] : places) {
+        pool.run(num_tokens, [&](int n, int) {
+            const auto &[row, position] = places[n];
             const int64_t farthest = std::min(position, (int64_t)row->sink + slabs.recent - 1);
-            for (int i = 0; i < half; i++, at++) {
-                recent_rotation.set(at, (double)position * model.frequencies[i]);
-                sink_rotation.set(at, (double)farthest * model.frequencies[i]);
+            for (int i = 0; i < half; i++) {
+                recent_rotation.set((size_t)n * half + i, (double)position * model.frequencies[i]);
+                sink_rotation.set((size_t)n * half + i, (double)farthest * model.frequencies[i]);
             }
-        }
+        });
     }
 
     void normalise_all(const float *weight) {
@@ -376,8 +381,7 @@ void holdfast_forward(Decoder *decoder, const Row *rows, int32_t num_rows, const
 
 int32_t holdfast_burst(Decoder *decoder, Row *rows, int32_t num_rows, int32_t *tokens, const Wanted *wanted,
                        int32_t max_steps, double budget_s, float *logits, Drawn *drawn) {
-    const int vocabulary = decoder->model.vocabulary;
-    return decode_burst(*decoder, rows, num_rows, tokens, wanted, max_steps, budget_s, logits, vocabulary, drawn);
+    return decode_burst(*decoder, rows, num_rows, tokens, wanted, max_steps, budget_s, logits, drawn);
 }
 
 void holdfast_draw(const float *logits, int32_t size, double temperature, uint64_t seed, uint64_t position,

@@ -91,8 +91,11 @@ class Pool {
     }
 
     void help(int thread) {
-        while (!is_ending.load()) {
+        for (;;) {
+            // Before the look at `is_ending`: the round of the end must not count as seen, or nothing would end the wait.
             uint32_t seen = round.load(std::memory_order_seq_cst);
+            if (is_ending.load())
+                return;
             work(thread);
             for (int spins = 0; spins < SPINS && !has_work(ticket.load(std::memory_order_relaxed)); spins++)
                 relax();

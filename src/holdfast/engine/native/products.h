@@ -51,11 +51,11 @@ class Products {
     // Calls use(row, block, products) for all blocks of `m`. One thread handles the two blocks of a pair, in order.
     template <class Use>
     void each(const Matrix &m, const float *x, int num, Use &&use, Rounding rounding = Rounding::MIXED) {
-        constexpr size_t PIECE = 1 << 16; // bytes of weights in one piece of work
+        constexpr size_t PIECE = 1 << 16; // bytes of weights in one piece of work, where reading them takes longest
         const size_t stride = block_bytes(m.kind, m.inputs);
         const int pairs = m.num_blocks / 2;
         const int fair = std::max(1, pairs / (6 * pool.num_threads()));
-        const int size = std::clamp((int)(PIECE / (2 * stride)), 1, fair);
+        const int size = num > ALONE ? 1 : std::clamp((int)(PIECE / (2 * stride)), 1, fair);
         with_kind(m.kind, [&](auto w) {
             using W = typename decltype(w)::type;
             const Input input = interleaved<W>(m.inputs, x, num, rounding);
@@ -92,15 +92,18 @@ class Products {
         if (num == 1 && form == Form::FLOATS)
             return {form, (const uint8_t *)x, num};
         const bool is_integer = form == Form::INTEGERS;
-        const int most = is_integer ? tile_rows(num) : ROWS;
+        const int tile = is_integer ? tile_rows(num) : ROWS, num_tiles = (num + tile - 1) / tile;
         rows_beside.resize(is_integer ? tile_bytes<W>(num, inputs) : (size_t)num * inputs * sizeof(float));
-        pool.run((num + most - 1) / most, [&](int tile, int) {
-            const int first = tile * most, size = std::min(most, num - first);
+        // The groups of a single tile are divided among the threads.
+        const int shares = is_integer && num_tiles == 1 && num > 1 ? pool.num_threads() : 1, groups = inputs / GROUP;
+        pool.run(num_tiles * shares, [&](int piece, int) {
+            const int first = piece / shares * tile, size = std::min(tile, num - first), share = piece % shares;
             const float *from = x + (size_t)first * inputs;
             if constexpr (IS_INTEGER<W>)
                 if (is_integer) {
+                    const int begin = groups * share / shares, end = groups * (share + 1) / shares;
                     uint8_t *to = &rows_beside[tile_bytes<W>(first, inputs)];
-                    return interleave_integers<W>(from, size, inputs, rounding, to);
+                    return interleave_integers<W>(from, size, inputs, rounding, begin, end, to);
                 }
             if (form == Form::PAIRS)
                 return interleave_pairs(from, size, inputs, (uint32_t *)rows_beside.data() + (size_t)first * inputs / 2);
