@@ -294,11 +294,11 @@ def _logprobs(model: str, dtype: str, tokens: list[int]) -> NDArray[np.float64]:
 def _judge_decode(report: Report) -> list[Gate]:
     required = {
         "batch_8_to_1": 3.0,
-        "int8_to_llama_q8_0": 1.3,
+        "int8_to_llama_q8_0": 1.7,
         "int4_to_llama_q4_0": 1.5,
         "int4_to_llama_file": 1.5,
     }
-    return _judge(report, required | {"int8_to_llama_q8_0_long": 1.0} | LEAST)
+    return _judge(report, required | {"int8_to_llama_q8_0_long": 1.7} | LEAST)
 
 
 DECODE = Scenario(

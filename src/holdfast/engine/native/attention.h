@@ -38,25 +38,16 @@ struct Layout {
           turn(end > sink ? (end - sink) % ring : 0) {}
 
     int64_t cell(int64_t position) const { return position < sink ? position : sink + (position - sink) % ring; }
-
-    int64_t position(int cell) const { // below `sink` for a ring cell that is not written yet
-        if (cell < sink)
-            return cell;
-        const int64_t at = cell - sink;
-        return end - turn + at - (at < turn ? 0 : ring);
-    }
 };
 
-enum Sight : uint8_t { UNSEEN, PARTLY, WHOLLY }; // of 16 cells: by all queries or by none; sinks are PARTLY seen
+enum Sight : uint8_t { UNSEEN, PARTLY, WHOLLY }; // by no query, by some, by all; a block with sinks is PARTLY seen
 
 struct Block { // of 16 cells, of which at least one query sees one
     int first; // cell
     Sight sight;
 };
 
-struct Stretch {
-    std::vector<Block> blocks;
-};
+typedef std::vector<Block> Stretch;
 
 struct Tile { // some queries of one row, and the stretches that at least one of them sees
     const Row *row;
@@ -114,7 +105,7 @@ struct View {
         const Ints in_ring = newest - (is_old & layout.ring);
         const Ints is_never = (at >= 0) & (in_ring < bounded(layout.sink - tile.position));
         const Ints found = chosen_ints(at < 0, cells + bounded(-tile.position), in_ring);
-        return chosen_ints(is_never, numbers(0) * 0 + INT32_MAX, found);
+        return chosen_ints(is_never, Ints{} + INT32_MAX, found);
     }
 
     // Which of 16 cells a query sees.
@@ -241,8 +232,8 @@ template <int V, int KIND> struct Stretches {
 
     // Compute gathered[query * group + head] over one stretch.
     void gather(const Stretch &stretch, Gathered *gathered, AttentionScratch &scratch) const {
-        const int num = stretch.blocks.size();
-        const Block *blocks = stretch.blocks.data();
+        const int num = stretch.size();
+        const Block *blocks = stretch.data();
         scratch.scores.resize((size_t)num_heads() * STRETCH);
         float *scores = scratch.scores.data();
         for (int i = 0; i < num;) {

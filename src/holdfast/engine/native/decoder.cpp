@@ -123,12 +123,12 @@ struct Decoder {
     void add_tile(const Row &row, int first, int offset) {
         Tile tile{&row, first, std::min(QUERIES, row.count - offset), row.start + offset, {}};
         const View view(slabs, tile);
-        for (int first = 0; first < slabs.capacity; first += STRETCH) {
+        for (int start = 0; start < slabs.capacity; start += STRETCH) {
             Stretch stretch;
-            for (int cell = first; cell < std::min(first + STRETCH, (int)slabs.capacity); cell += LANES)
+            for (int cell = start; cell < std::min(start + STRETCH, (int)slabs.capacity); cell += LANES)
                 if (const Sight sight = view.sight(cell); sight != UNSEEN)
-                    stretch.blocks.push_back({cell, sight});
-            if (!stretch.blocks.empty())
+                    stretch.push_back({cell, sight});
+            if (!stretch.empty())
                 tile.stretches.push_back(std::move(stretch));
         }
         tiles.push_back(std::move(tile));
