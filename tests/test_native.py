@@ -45,8 +45,8 @@ _DECODERS_THAT_END_AT_ONCE = """
 from holdfast.engine.native import library as native
 
 library, model, slabs = native.library(), native.ModelStruct(), native.SlabsStruct()
-for _ in range(50_000):
-    library.holdfast_free(library.holdfast_decoder(model, slabs, 3, False))
+for number in range(60_000):
+    library.holdfast_free(library.holdfast_decoder(model, slabs, 2 + number % 3, False))
 """
 
 
